@@ -121,7 +121,9 @@ def kernels(
   for tile in tiles:
     if of_weights and TILES[tile].waves > 1:
       continue
-    run = functools.partial(product, dtype=dtype, tile=TILES[tile])
+    run = functools.partial(
+      product, dtype=dtype, how=grouped_product.How(TILES[tile])
+    )
 
     def of_codes(a, b, sizes, run=run):
       scale = jnp.broadcast_to(a.scale * b.scale, sizes.shape)

@@ -12,7 +12,7 @@ from coat_jax.codecs.group import Encoded, Plain, divided
 
 # A leaf is factored only if its rows and its columns are at least this long.
 _SHORTEST = 8
-# Layers may be stacked along the first of three axes if it is shorter.
+# Layers may be stacked along the first of three or more axes if it is shorter.
 _MOST_LAYERS = 128
 _PLAIN = Plain("float32")
 LARGEST = float(jnp.finfo(jnp.float32).max)

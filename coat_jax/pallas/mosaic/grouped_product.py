@@ -34,6 +34,7 @@ gradients of gate and up take 1.61 GB. An H100 reads and writes all bytes in
 gradients in BF16, moving all bytes takes 0.31 ms.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -111,9 +112,8 @@ def grouped_linear_fwd(
 ) -> Array:
   """Computes `ops.grouped_linear_fwd`."""
   scale = x.scale * w.scale  # pyright: ignore[reportOperatorIssue]
-  return rows_product(
-    x.rows, w.columns, sizes, dtype, scale=scale, interpret=interpret
-  )
+  how = How(interpret=interpret)
+  return rows_product(x.rows, w.columns, sizes, dtype, how, scale=scale)
 
 
 @kernel(lambda g, w, dtype, **_: _why_not_codes(g.rows, w.rows, dtype))
@@ -127,9 +127,8 @@ def grouped_linear_dgrad(
 ) -> Array:
   """Computes `ops.grouped_linear_dgrad`."""
   scale = g.scale * w.scale  # pyright: ignore[reportOperatorIssue]
-  return rows_product(
-    g.rows, w.rows, sizes, dtype, scale=scale, interpret=interpret
-  )
+  how = How(interpret=interpret)
+  return rows_product(g.rows, w.rows, sizes, dtype, how, scale=scale)
 
 
 def _why_not_columns(x, g, dtype: DTypeLike) -> str | None:
@@ -151,14 +150,9 @@ def grouped_linear_wgrad(
 ) -> Array:
   """Computes `ops.grouped_linear_wgrad`."""
   scale = jnp.broadcast_to(x.scale * g.scale, sizes.shape)  # pyright: ignore
+  how = How(interpret=interpret)
   return weights_product(
-    x.columns,
-    g.columns,
-    sizes,
-    dtype,
-    rows_first,
-    scale=scale,
-    interpret=interpret,
+    x.columns, g.columns, sizes, dtype, rows_first, how, scale=scale
   )
 
 
@@ -197,10 +191,9 @@ def grouped_fwd(
   interpret: bool = False,
 ) -> Array:
   """Computes `ops.grouped_fwd`."""
-  n = w.shape[2]
+  how, n = How(interpret=interpret), w.shape[2]
   x, w = _padded(x, _DEPTH), _padded(w, _DEPTH, BLOCK)
-  y = rows_product(x, w, sizes, dtype, k_first=True, interpret=interpret)
-  return y[:, :n]
+  return rows_product(x, w, sizes, dtype, how, k_first=True)[:, :n]
 
 
 @kernel(
@@ -217,9 +210,9 @@ def grouped_dgrad(
   interpret: bool = False,
 ) -> Array:
   """Computes `ops.grouped_dgrad`."""
-  n = w.shape[1]
+  how, n = How(interpret=interpret), w.shape[1]
   g, w = _padded(g, _DEPTH), _padded(w, BLOCK, _DEPTH)
-  return rows_product(g, w, sizes, dtype, interpret=interpret)[:, :n]
+  return rows_product(g, w, sizes, dtype, how)[:, :n]
 
 
 @kernel(
@@ -237,38 +230,45 @@ def grouped_wgrad(
   interpret: bool = False,
 ) -> Array:
   """Computes `ops.grouped_wgrad`."""
-  d, f = x.shape[1], g.shape[1]
+  how, d, f = How(interpret=interpret), x.shape[1], g.shape[1]
   x, g = _padded(x, _DEPTH, BLOCK), _padded(g, _DEPTH, BLOCK)
-  dw = weights_product(x, g, sizes, dtype, rows_first, interpret=interpret)
+  dw = weights_product(x, g, sizes, dtype, rows_first, how)
   return dw[:d, :, :f] if rows_first else dw[:, :d, :f]
 
 
 # --- FP8 and 16 bits ---------------------------------------------------------
 
 
+@dataclasses.dataclass(frozen=True)
+class How:
+  """How the kernel runs.
+
+  Attributes:
+    tile: tile of the result. By default, `rows_product` calls `pick_tile`, and
+      `weights_product` takes "low", because it supports only tiles with one
+      wave. With two, ptxas spills registers, and the kernel reaches 294 instead
+      of 864 TFLOP/s on an H100 (gate and up of Mixtral-8x7B).
+    programs: number of programs; None starts one per multiprocessor.
+    interpret: whether to run the kernel on a CPU and report races.
+  """
+
+  tile: Tile | None = None
+  programs: int | None = None
+  interpret: bool = False
+
+
 def rows_product(
-  x,
-  w,
-  sizes,
-  dtype,
-  *,
-  scale=None,
-  k_first: bool = False,
-  tile: Tile | None = None,
-  programs: int | None = None,
-  interpret: bool = False,
+  x, w, sizes, dtype, how: How = How(), *, scale=None, k_first=False
 ) -> Array:
   """Multiplies rows of x [M, K] by their group's w^T; returns [M, N].
 
   w is [E, N, K]. With `k_first`, w is [E, K, N] and is not transposed. Each
-  group's result is multiplied by its `scale` [E]. By default, one program runs
-  per multiprocessor. With `interpret`, the kernel runs on a CPU and reports
-  races.
+  group's result is multiplied by its `scale` [E].
   """
   (m, k), e = x.shape, len(w)
   n = w.shape[2 if k_first else 1]
   depth = in_128_bytes(x.dtype)
-  tile = tile or pick_tile(m // e)
+  tile = how.tile or pick_tile(m // e)
   tile = tile if m >= tile.m else TILES["low"]
   table = tiles_of_rows(sizes, m=m, tile_m=tile.m, blocks=k // depth)
   work = Work(
@@ -280,8 +280,8 @@ def rows_product(
     depth=depth,
     a_k_first=False,
     b_k_first=k_first,
-    programs=programs or device.multiprocessors(),
-    interpret=interpret,
+    programs=how.programs or device.multiprocessors(),
+    interpret=how.interpret,
   )
   out = jax.ShapeDtypeStruct((m, n), dtype)
   return _run(work, table, sizes, scale, x, w, out)
@@ -292,26 +292,22 @@ def weights_product(
   g,
   sizes,
   dtype,
-  rows_first: bool = False,
+  rows_first=False,
+  how: How = How(),
   *,
   scale=None,
-  tile: Tile | None = None,
-  programs: int | None = None,
-  interpret: bool = False,
 ) -> Array:
   """Computes x^T g over the rows of each group; returns [E, D, F].
 
   x is [M, D] and g is [M, F]. In FP8, x is [D, M] and g is [F, M]. Each group's
   result is multiplied by its `scale` [E]. With `rows_first`, the result is
-  [D, E, F]. The other arguments are those of `rows_product`, but `tile` must
-  have one wave. With two, ptxas spills registers, and the kernel reaches 294
-  instead of 864 TFLOP/s on an H100 (gate and up of Mixtral-8x7B).
+  [D, E, F].
   """
   k_first = not is_fp8(x.dtype)
   axis = 1 if k_first else 0
   d, f, e = x.shape[axis], g.shape[axis], len(sizes)
   depth = in_128_bytes(x.dtype)
-  tile = tile or TILES["low"]
+  tile = how.tile or TILES["low"]
   assert tile.waves == 1, tile
   work = Work(
     tile=tile,
@@ -322,8 +318,8 @@ def weights_product(
     depth=depth,
     a_k_first=k_first,
     b_k_first=k_first,
-    programs=programs or device.multiprocessors(),
-    interpret=interpret,
+    programs=how.programs or device.multiprocessors(),
+    interpret=how.interpret,
   )
   out = jax.ShapeDtypeStruct((d, e, f) if rows_first else (e, d, f), dtype)
   table = blocks_of_tokens(sizes, depth)

@@ -97,9 +97,7 @@ def test_interpreted_kernel_multiplies_rows_by_weights(name, tile):
     w.columns,
     sizes,
     jnp.bfloat16,
-    tile=tile,
-    programs=3,
-    interpret=True,
+    how=kernel.How(tile, programs=3, interpret=True),
     scale=x.scale * w.scale,
   )
   assert_is(y, wanted[0])
@@ -116,9 +114,7 @@ def test_interpreted_kernel_computes_weight_gradients(name, tile):
     g.columns,
     sizes,
     jnp.float32,
-    tile=tile,
-    programs=3,
-    interpret=True,
+    how=kernel.How(tile, programs=3, interpret=True),
     scale=jnp.broadcast_to(x.scale * g.scale, sizes.shape),
   )
   assert_is(dw, wanted[2])
@@ -150,12 +146,12 @@ def test_interpreted_kernel_multiplies_16_bit_operands(name, tile, dtype):
   y, dx, dw = by_hand(*operands, sizes)
   x, g, w = in_16_bits(operands, dtype)
   rows, weights = kernel.rows_product, kernel.weights_product
-  how = dict(tile=tile, programs=3, interpret=True)
-  low = how | dict(tile=CASES[0][1])
+  how = kernel.How(tile, programs=3, interpret=True)
+  low = kernel.How(CASES[0][1], programs=3, interpret=True)
   for run, wanted in (
-    (lambda: rows(x, w, sizes, dtype, k_first=True, **how), y),
-    (lambda: rows(g, w, sizes, dtype, **how), dx),
-    (lambda: weights(x, g, sizes, jnp.float32, **low), dw),
+    (lambda: rows(x, w, sizes, dtype, how, k_first=True), y),
+    (lambda: rows(g, w, sizes, dtype, how), dx),
+    (lambda: weights(x, g, sizes, jnp.float32, how=low), dw),
   ):
     interpret_pallas_call.reset_gpu_interpret_mode_state()
     assert_is(run(), wanted)
@@ -310,7 +306,7 @@ def test_kernel_matches_numpy_on_a_gpu(tile):
   SIZES["many"] = tuple(int(n) for n in sizes), 8192
   x, g, w, sizes = arrays("many", d=1024, f=768)
   y, dx, dw = by_hand(x, g, w, sizes)
-  how = dict(tile=TILES[tile])
+  how = kernel.How(TILES[tile])
 
   @jit
   def products(x, g, w, sizes):
@@ -321,8 +317,8 @@ def test_kernel_matches_numpy_on_a_gpu(tile):
     )
     rows, weights = kernel.rows_product, kernel.weights_product
     return (
-      rows(x.rows, w.columns, sizes, jnp.bfloat16, scale=x_w, **how),
-      rows(g.rows, w.rows, sizes, jnp.bfloat16, scale=g_w, **how),
+      rows(x.rows, w.columns, sizes, jnp.bfloat16, how, scale=x_w),
+      rows(g.rows, w.rows, sizes, jnp.bfloat16, how, scale=g_w),
       weights(x.columns, g.columns, sizes, jnp.float32, scale=x_g),
     )
 
@@ -350,14 +346,14 @@ def test_kernel_for_16_bit_operands_matches_numpy_on_a_gpu(dtype, tile):
     np.concatenate([g[rows] @ w[e].T for e, rows in enumerate(groups)]),
     np.stack([x[rows].T @ g[rows] for rows in groups]),
   )
-  how = dict(tile=TILES[tile])
+  how = kernel.How(TILES[tile])
 
   @jit
   def products(x, g, w, sizes):
     rows, weights = kernel.rows_product, kernel.weights_product
     return (
-      rows(x, w, sizes, dtype, k_first=True, **how),
-      rows(g, w, sizes, dtype, **how),
+      rows(x, w, sizes, dtype, how, k_first=True),
+      rows(g, w, sizes, dtype, how),
       weights(x, g, sizes, jnp.float32),
     )
 
