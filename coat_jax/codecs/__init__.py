@@ -9,7 +9,7 @@ both moments, with groups of 128:
 
   codec      code                  statistics per group          bytes/param
   coat       E4M3 of a power of x  amax f32, power uint8         2.08
-    second="factored"              v: means of rows and columns  1.04
+    second="factored"              v: means of rows and columns  1.09
   coat_e8m0  E4M3 of a power of x  two powers of two, uint8      2.03
   log8       uniform in log x      two powers of two, uint8      2.03
   fp8        E4M3 of x             amax f32                      2.06
@@ -68,12 +68,12 @@ def coat(
     rounding: "stochastic", or "nearest" as in the authors' code. With
       "nearest", second moments freeze if b2 is 0.99 or more.
     second: format of the second moment; the first moment is always in E4M3.
-      Like Adafactor, "factored" stores only the means of rows and columns.
+      "factored" stores only the means of the rows and columns of tiles of
+      256 x 128 values, as Adafactor does for whole matrices.
 
   Returns:
     A codec that stores 2 + 10 / group_size bytes per parameter. With
-    second="factored", it stores 1 + 5 / group_size bytes per parameter, plus 4
-    bytes per row and per column.
+    second="factored", it stores 1.05 + 5 / group_size bytes per parameter.
 
   Raises:
     TypeError, ValueError: an argument has the wrong type or value.

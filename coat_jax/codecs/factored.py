@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Second moments that are stored as the means of their rows and columns."""
+"""Second moments that are stored as means of rows and columns of tiles."""
 
 import dataclasses
 from typing import Any
@@ -10,6 +10,8 @@ from jax import Array
 
 from coat_jax.codecs.group import Encoded, Plain, divided
 
+# Numbers of rows and columns of a tile.
+TILE_ROWS, TILE_COLUMNS = 256, 128
 # A leaf is factored only if its rows and its columns are at least this long.
 _SHORTEST = 8
 # Layers may be stacked along the first of three or more axes if it is shorter.
@@ -20,21 +22,22 @@ LARGEST = float(jnp.finfo(jnp.float32).max)
 
 @dataclasses.dataclass(frozen=True)
 class Factored:
-  """Stores v [..., n] as f32 means of its rows and of its columns.
+  """Stores v [..., n] as f32 means of the rows and columns of tiles.
 
-  v[i, j] decodes to rows[i] columns[j] / mean(rows), which is exact if v has
-  rank one. The two longest axes are rows and columns. Of three or more axes,
-  the first counts only if it has at least 128 values, because layers may be
-  stacked along a shorter one. `Encoded.amax` contains the means of rows, and
-  `range` the means of columns, both with size 1 along the averaged axis.
-  `codes` is a scalar zero. Leaves without two such axes of at least 8 are
-  stored by `Plain` in f32.
+  A tile has 256 rows and 128 columns. There, v[i, j] decodes to
+  rows[i] columns[j] / mean(columns), which is exact if the tile has rank one.
+  Columns are along the last axis, and rows along the longest other one. Of
+  three or more axes, the first counts only if it has at least 128 values,
+  because layers may be stacked along a shorter one. `Encoded.amax` contains the
+  means of each row of a tile, [..., R, ceil(n / 128)], and `range` those of
+  each column, [..., ceil(R / 256), n]. `codes` is a scalar zero. Leaves
+  without two such axes of at least 8 are stored by `Plain` in f32.
 
   Encoding the decoded v gives the same means again, up to f32 rounding. So
   errors of averages do not accumulate over steps. Those of maxima do, as of the
-  `nu_max` of AMSGrad. A NaN makes the whole matrix NaN.
+  `nu_max` of AMSGrad. A NaN makes the whole tile NaN.
 
-  Source: arXiv:1804.04235, section 3.
+  Source: arXiv:1804.04235, section 3, for each tile.
   """
 
   @property
@@ -42,11 +45,10 @@ class Factored:
     return False
 
   def encode(self, x: Array, noise: Array | None) -> Encoded:
-    axes = factored_axes(x.shape)
-    if axes is None:
+    row = row_axis(x.shape)
+    if row is None:
       return _PLAIN.encode(x, noise)
-    row, column = axes
-    return Encoded(jnp.uint8(0), mean(x, column), mean(x, row))
+    return Encoded(jnp.uint8(0), *means(x, row))
 
   def zeros(self, shape: tuple[int, ...]) -> Encoded:
     """Returns the encoding of zeros, without allocating zeros of `shape`."""
@@ -55,37 +57,82 @@ class Factored:
     )
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
 
-  def factors(self, encoded: Encoded) -> tuple[Array, Array]:
-    """Returns two arrays whose product is the decoded v; v must be factored."""
-    _, rows, columns = encoded
-    # Along the axis of rows, `rows` is long, but `columns` has size 1.
-    row = max(range(rows.ndim), key=lambda i: rows.shape[i] - columns.shape[i])
-    return rows, divided(columns, mean(rows, row))
-
   def decode(self, encoded: Encoded) -> Array:
     if encoded.codes.dtype != jnp.uint8:
       return _PLAIN.decode(encoded)
-    rows, columns = self.factors(encoded)
-    return product(rows, columns)
+    rows, columns = factors(encoded)
+    row, shape = row_of(rows, columns), shape_of(rows, columns)
+    rows = _spread(rows, len(shape) - 1, shape[-1], TILE_COLUMNS)
+    return product(rows, spread_over_rows(columns, row, shape[row]))
+
+
+def factors(encoded: Encoded) -> tuple[Array, Array]:
+  """Returns means of rows, and of columns divided by their tile's mean."""
+  _, rows, columns = encoded
+  last, n = columns.ndim - 1, columns.shape[-1]
+  mean = _means(columns, last, TILE_COLUMNS)
+  return rows, divided(columns, _spread(mean, last, n, TILE_COLUMNS))
+
+
+def spread_over_rows(columns: Array, row: int, n: int) -> Array:
+  """Repeats values of columns along the axis of rows, which gets n values."""
+  return _spread(columns, row, n, TILE_ROWS)
 
 
 def product(rows: Array, columns: Array) -> Array:
-  """Multiplies `Factored.factors`; the largest f32 replaces infinity."""
+  """Multiplies `factors`; the largest f32 replaces infinity."""
   return jnp.minimum(rows * columns, LARGEST)
 
 
-def factored_axes(shape: tuple[int, ...]) -> tuple[int, int] | None:
-  """Returns the axes of rows and of columns; None if a leaf is not factored."""
-  is_stack = len(shape) > 2 and shape[0] < _MOST_LAYERS
-  axes = range(1 if is_stack else 0, len(shape))
-  longest = sorted(axes, key=lambda i: shape[i])[-2:]
-  if len(longest) < 2 or shape[longest[0]] < _SHORTEST:
+def means(x: Array, row: int) -> tuple[Array, Array]:
+  """Returns the means of the rows and of the columns of all tiles."""
+  rows = _means(x, x.ndim - 1, TILE_COLUMNS)
+  return rows, _means(x, row, TILE_ROWS)
+
+
+def shape_of(rows: Any, columns: Any) -> tuple[int, ...]:
+  """Returns the shape of a leaf, given arrays with its means."""
+  return tuple(map(max, rows.shape, columns.shape))
+
+
+def row_of(rows: Any, columns: Any) -> int:
+  """Returns the axis of rows of a leaf, given arrays with its means.
+
+  `row_axis` might return another one for a device's shard of the leaf.
+  """
+  pairs = zip(rows.shape[:-1], columns.shape, strict=False)
+  return next(i for i, (n, tiles) in enumerate(pairs) if n != tiles)
+
+
+def row_axis(shape: tuple[int, ...]) -> int | None:
+  """Returns the axis of rows; None if a leaf is not factored."""
+  if len(shape) < 2:
     return None
-  row, column = sorted(longest)
-  return row, column
+  is_stack = len(shape) > 2 and shape[0] < _MOST_LAYERS
+  axes = range(1 if is_stack else 0, len(shape) - 1)
+  row = max(axes, key=lambda i: shape[i])
+  return None if min(shape[row], shape[-1]) < _SHORTEST else row
 
 
-def mean(x: Any, axis: int) -> Array:
-  """Averages f32 along an axis, which stays, with size 1."""
+def _means(x: Array, axis: int, size: int) -> Array:
+  """Averages groups of `size` values along an axis; the last may be shorter."""
+  n = x.shape[axis]
+  size = min(n, size)
+  groups = -(-n // size)
+  pad = [(0, 0)] * x.ndim
+  pad[axis] = 0, groups * size - n
+  x = jnp.pad(x, pad) if groups * size > n else x
+  x = x.reshape(*x.shape[:axis], groups, size, *x.shape[axis + 1 :])
+  counts = jnp.full(groups, size).at[-1].set(n - (groups - 1) * size)
+  counts = jnp.expand_dims(counts, [i for i in range(x.ndim) if i != axis])
   # Dividing before the sum avoids an overflow.
-  return jnp.sum(x * (1 / x.shape[axis]), axis, keepdims=True)
+  return jnp.sum(x * (1 / counts), axis + 1)
+
+
+def _spread(x: Array, axis: int, n: int, size: int) -> Array:
+  """Inverts the shape of `_means`: repeats values along an axis."""
+  before, groups, after = x.shape[:axis], x.shape[axis], x.shape[axis + 1 :]
+  x = jnp.expand_dims(x, axis + 1)
+  x = jnp.broadcast_to(x, (*before, groups, min(n, size), *after))
+  x = x.reshape(*before, -1, *after)
+  return jax.lax.slice_in_dim(x, 0, n, axis=axis)

@@ -16,6 +16,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from coat_jax import codecs
+from coat_jax.codecs import factored
 from coat_jax.codecs.group import Encoded
 from coat_jax.numerics.formats import with_finite_square
 from coat_jax.numerics.stochastic import LeafPart
@@ -153,8 +154,8 @@ def _update_factored(
     return stored, scalars
   g = in_f32(g) if grad_scale is None else in_f32(g) * grad_scale
   g = with_finite_square(g)
-  _, *means = groups[1].encode(g * g, None)
   mu, nu = stored
+  means = factored.means(g * g, factored.row_of(*nu[1:]))
   old = nu if layer is None else take_layer(nu, layer)
   new = add_means(old, means, scalars)
   new = new if layer is None else put_layer(nu, new, layer)

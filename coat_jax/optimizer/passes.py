@@ -25,7 +25,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from coat_jax.codecs.factored import Factored, product
+from coat_jax.codecs import factored
+from coat_jax.codecs.factored import Factored
 from coat_jax.codecs.fp8 import BoundedFP8, ExpandedFP8
 from coat_jax.codecs.group import Encoded, Grouped, magnitude_of, share
 from coat_jax.numerics.formats import E4M3
@@ -108,13 +109,16 @@ def run_factored(
   noise: Sequence[Array | None],
 ) -> tuple[Any, tuple[Encoded, ...]]:
   """Does the same as `run`, but only reads the second, factored moment."""
-  mu, nu = groups
+  mu, _ = groups
+  rows, columns = factored.factors(stored[1])
+  row = factored.row_of(rows, columns)
 
   def of_groups(inputs, first):
-    arrays, factors = inputs
-    return compute(arrays, first, product(*factors))[:2]
+    arrays, (rows, columns) = inputs
+    columns = factored.spread_over_rows(columns, row, rows.shape[row])
+    return compute(arrays, first, factored.product(rows, columns))[:2]
 
-  inputs = arrays, nu.factors(stored[1])
+  inputs = arrays, (rows, columns)
   return run([mu], of_groups, finish, inputs, stored[:1], noise)
 
 

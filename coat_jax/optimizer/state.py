@@ -13,7 +13,13 @@ from jax.sharding import Sharding
 from jax.typing import ArrayLike
 
 from coat_jax.codecs import Encoded, MomentCodec
-from coat_jax.codecs.factored import Factored, factored_axes
+from coat_jax.codecs.factored import (
+  TILE_COLUMNS,
+  TILE_ROWS,
+  Factored,
+  row_axis,
+  shape_of,
+)
 from coat_jax.codecs.group import GroupCodec
 from coat_jax.numerics.checks import a
 from coat_jax.optimizer import arguments, boxes
@@ -71,7 +77,7 @@ class Moment:
   def shapes(self) -> list[tuple[int, ...]]:
     """Lists each parameter's shape, in the order of the tree."""
     return [
-      jnp.broadcast_shapes(x.amax.shape, x.range.shape)
+      shape_of(x.amax, x.range)
       if isinstance(self.codec_of(x), Factored)
       else x.codes.shape
       for x in self.leaves()
@@ -143,7 +149,9 @@ def splits_groups(
     return False
   if isinstance(codec, Factored):
     local = sharding.shard_shape(shape)
-    return any(local[i] < shape[i] for i in factored_axes(shape) or ())
+    row, last = row_axis(shape), len(shape) - 1
+    sizes = {} if row is None else {row: TILE_ROWS, last: TILE_COLUMNS}
+    return any(local[i] < shape[i] and local[i] % n for i, n in sizes.items())
   columns = sharding.shard_shape(shape)[-1]
   size = getattr(codec, "group_size", 1)
   return columns < shape[-1] and columns % size != 0

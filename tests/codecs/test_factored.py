@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from coat_jax import codecs
-from coat_jax.codecs.factored import Factored, factored_axes
+from coat_jax.codecs import factored
+from coat_jax.codecs.factored import Factored
+from tests.codecs.oracles import rank_one_tiles
 
 CODEC = Factored()
 
@@ -22,19 +24,19 @@ def roundtrip(v):
 
 
 @pytest.mark.parametrize(
-  "shape, axes",
+  "shape, row",
   [
-    ((64, 96), (0, 1)),
-    ((96, 64), (0, 1)),
-    ((32, 32), (0, 1)),
-    ((3, 64, 96), (1, 2)),
-    ((127, 64, 96), (1, 2)),  # Layers may be stacked along the first axis.
-    ((500, 64, 96), (0, 2)),
-    ((512, 2, 1376), (0, 2)),  # `layers.MLP.gate_up`.
-    ((512, 8, 64), (0, 2)),  # q of `nnx.MultiHeadAttention`.
-    ((3, 64, 2, 96), (1, 3)),
-    ((4, 8, 96, 64), (2, 3)),
-    ((8, 96), (0, 1)),
+    ((64, 96), 0),
+    ((96, 64), 0),
+    ((3, 64, 96), 1),
+    ((127, 64, 96), 1),  # Layers may be stacked along the first axis.
+    ((500, 64, 96), 0),
+    ((512, 2, 1376), 0),  # `layers.MLP.gate_up`.
+    ((512, 8, 64), 0),  # q of `nnx.MultiHeadAttention`.
+    ((8, 64, 512), 1),  # Its output.
+    ((3, 3, 256, 512), 2),  # A convolution.
+    ((3, 64, 2, 96), 1),
+    ((8, 96), 0),
     ((7, 96), None),
     ((96, 7), None),
     ((64, 2, 96), None),
@@ -42,27 +44,39 @@ def roundtrip(v):
     ((), None),
   ],
 )
-def test_two_longest_axes_are_factored_except_a_stacking_axis(shape, axes):
-  assert factored_axes(shape) == axes
+def test_longest_axis_before_the_last_has_the_rows_except_a_stacking_axis(
+  shape, row
+):
+  assert factored.row_axis(shape) == row
 
 
-@pytest.mark.parametrize("shape", [(40, 64), (2, 64, 40), (2, 64, 3, 40)])
-def test_codec_stores_means_of_rows_and_columns(shape):
+# The last two shapes have more than one tile, and the last one short tiles.
+@pytest.mark.parametrize(
+  "shape", [(40, 64), (2, 64, 40), (2, 64, 3, 40), (512, 256), (300, 2, 200)]
+)
+def test_codec_stores_means_of_rows_and_columns_of_tiles(shape):
   v = second_moments(shape)
-  row, column = factored_axes(shape)
+  row = factored.row_axis(shape)
   encoded, decoded = roundtrip(v)
-  rows = v.astype(float).mean(column, keepdims=True)
-  columns = v.astype(float).mean(row, keepdims=True)
   assert encoded.codes.shape == ()
-  np.testing.assert_allclose(encoded.amax, rows, rtol=1e-6)
-  np.testing.assert_allclose(encoded.range, columns, rtol=1e-6)
-  want = rows * columns / rows.mean(row, keepdims=True)
-  np.testing.assert_allclose(decoded, want, rtol=2e-6)
+  for got, axis, size in ((encoded.amax, -1, 128), (encoded.range, row, 256)):
+    starts = range(0, shape[axis], size)
+    tiles = np.split(v.astype(float), starts[1:], axis)
+    want = np.stack([x.mean(axis) for x in tiles], axis)
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+  np.testing.assert_allclose(decoded, rank_one_tiles(v, row), rtol=2e-6)
   # Encoding the decoded values again changes nothing.
   np.testing.assert_allclose(roundtrip(decoded)[1], decoded, rtol=2e-6)
 
 
-def test_rank_one_matrix_is_reproduced_whatever_its_range():
+def test_axis_of_rows_is_found_from_the_means_of_a_shard():
+  # The whole leaf is [1024, 512, 128].
+  means = factored.means(jnp.ones((256, 512, 128)), 0)
+  assert factored.row_of(*means) == 0 != factored.row_axis((256, 512, 128))
+  assert factored.shape_of(*means) == (256, 512, 128)
+
+
+def test_matrix_of_rank_one_is_reproduced_whatever_its_range():
   rng = np.random.default_rng(0)
   v = np.exp2(rng.uniform(-60, 50, (40, 1)) + rng.uniform(-60, 50, (1, 64)))
   np.testing.assert_allclose(roundtrip(v.astype("f"))[1], v, rtol=2e-6)
@@ -84,11 +98,13 @@ def test_matrix_with_subnormal_means_decodes_to_tiny_values():
   assert np.all(decoded >= 0) and np.max(decoded) <= 1e-38
 
 
-def test_nan_affects_only_its_matrix():
-  v = second_moments((2, 40, 64))
-  v[1, 3, 5] = np.nan
+def test_nan_affects_only_its_tile():
+  v = second_moments((300, 200))
+  v[290, 5] = np.nan
   _, decoded = roundtrip(v)
-  assert np.all(np.isfinite(decoded[0])) and np.all(np.isnan(decoded[1]))
+  want = np.zeros_like(v, bool)
+  want[256:, :128] = True
+  np.testing.assert_array_equal(np.isnan(decoded), want)
 
 
 @pytest.mark.parametrize("shape", [(40,), (4, 64), ()])

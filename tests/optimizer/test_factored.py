@@ -24,19 +24,22 @@ from coat_jax.optimizer import (
   passes,
   state_bytes,
   state_report,
+  state_shardings,
   step_in_backward,
   to_plain_state,
 )
 from coat_jax.optimizer import step as steps
+from tests.codecs.oracles import rank_one_tiles
 from tests.comparing import assert_same_bits
 from tests.matrices import quick
 
 CODEC = codecs.coat(second="factored")
 EXACT = codecs.MomentCodec(name="exact", mu=codecs.float32().mu, nu=Factored())
-# The axes of rows and columns are sharded. s is too short to be factored,
-# because its first axis has 4 values.
+# The axes of rows and columns are sharded. A device's shard of layers/w has
+# whole tiles, and shards of layers/c and e split tiles. s is too short to be
+# factored, because its first axis has 4 values.
 LEAVES = {
-  "layers/w": ((3, 64, 512), P(None, "x", "y")),
+  "layers/w": ((2, 1024, 512), P(None, "x", "y")),
   "layers/c": ((3, 128, 2, 512), P(None, "x", None, "y")),
   "e": ((96, 128), P(("x", "y"))),
   "s": ((4, 2048), P("x")),
@@ -77,20 +80,19 @@ def step_of(optimizer):
   return jax.jit(step)
 
 
-def test_steps_match_numpy_adam_with_second_moments_of_rank_one():
+def test_steps_match_numpy_adam_whose_second_moments_have_rank_one_tiles():
   b1, b2, rate, eps = 0.9, 0.95, 1e-2, 1e-8
   optimizer = coat_adamw(rate, b1, b2, eps, weight_decay=0.0, codec=EXACT)
   got, _ = run(optimizer, steps=5)
-  for name, axes in (("layers/w", (1, 2)), ("layers/c", (1, 3)), ("s", None)):
+  for name, row in (("layers/w", 1), ("layers/c", 1), ("e", 0), ("s", None)):
     p = np.asarray(tree(0)[name], float)
     m, v = np.zeros_like(p), np.zeros_like(p)
     for count in range(1, 6):
       g = np.asarray(tree(count)[name], float)
       m = b1 * m + (1 - b1) * g
       v = b2 * v + (1 - b2) * g**2
-      if axes is not None:
-        rows, columns = (v.mean(axis, keepdims=True) for axis in axes[::-1])
-        v = rows * columns / v.mean(axes, keepdims=True)
+      if row is not None:
+        v = rank_one_tiles(v, row)
       root = np.sqrt(v / (1 - b2**count))
       p = p - rate * m / (1 - b1**count) / (root + eps)
     np.testing.assert_allclose(got[name], p, rtol=1e-4, atol=1e-5)
@@ -100,7 +102,7 @@ def test_factored_state_takes_about_one_byte_per_parameter():
   params = {"w": jax.ShapeDtypeStruct((32, 4096, 2, 11008), "float32")}
   optimizer = coat_adamw(1e-3, codec=CODEC)
   size = state_bytes(jax.eval_shape(optimizer.init, params))
-  assert size.bytes_per_param == pytest.approx(1 + 5 / 128, abs=2e-3)
+  assert size.bytes_per_param == pytest.approx(1 + (5 + 4) / 128 + 4 / 256)
   assert size.parameters == params["w"].size
 
 
@@ -127,10 +129,31 @@ def test_steps_on_eight_devices_match_one_device(kind, fused):
   for a, b in zip(*map(jax.tree.leaves, (got[1], expected)), strict=True):
     assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
   moment = got[1][0].nu if not fused else got[1].nu
-  local = moment.amax["layers/w"].sharding.shard_shape((3, 64, 1))
-  assert local == (3, 16, 1)
-  local = moment.range["layers/w"].sharding.shard_shape((3, 1, 512))
-  assert local == (3, 1, 256)
+  for x, local in (
+    (moment.amax["layers/w"], (2, 256, 2)),
+    (moment.range["layers/w"], (2, 1, 256)),
+    (moment.amax["layers/c"], (3, 32, 2, 2)),
+    (moment.range["layers/c"], (3, 1, 2, 256)),
+  ):
+    assert x.sharding.shard_shape(x.shape) == local
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("is_known", [False, True])
+@pytest.mark.parametrize("name", ["layers/w", "layers/c"])
+def test_only_devices_that_share_a_tile_communicate(kind, is_known, name):
+  mesh = make_mesh(kind)
+  params = {name: tree(0, mesh)[name]}
+  where = jax.tree.map(lambda x: x.sharding, params) if is_known else None
+  with jax.set_mesh(mesh):
+    optimizer = fused_coat_adamw(1e-2, codec=CODEC, shardings=where)
+    state = optimizer.init(params)
+    if kind == AxisType.Auto:
+      state = jax.device_put(state, state_shardings(optimizer.init, params))
+    step = applied(optimizer).lower(params, state, params)
+    text = step.compile().as_text()
+  names = ("all-gather", "all-reduce", "all-to-all", "collective-permute")
+  assert any(x in text for x in names) == (name == "layers/c")
 
 
 @functools.cache
@@ -281,9 +304,9 @@ def test_step_in_backward_refuses_layers_that_share_a_factored_leaf():
 
 
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
-def test_boxes_drop_the_names_of_averaged_axes(kind):
+def test_boxes_drop_the_names_of_axes_that_cannot_be_split(kind):
   names = ("layers", "x", "y")
-  x = jnp.ones((3, 64, 256))
+  x = jnp.ones((3, 64, 128))
   param = (
     nnx.Param(x, out_sharding=names, eager_sharding=False)
     if kind == "nnx"

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The factors of a second moment, in the form that optimizer kernels read."""
+"""The factors of a second moment, in the form that optimizer kernels read.
+
+Its tiles (`codecs.factored`) are called strips here: a kernel's tile has only 8
+groups of 128 values.
+"""
 
 import math
 from typing import NamedTuple
@@ -7,74 +11,77 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
+from coat_jax.codecs import factored
+from coat_jax.codecs.factored import TILE_ROWS
+from coat_jax.codecs.group import Encoded
 from coat_jax.pallas.mosaic import registers
 from coat_jax.pallas.mosaic.moment_codecs import Decoded
 from coat_jax.pallas.mosaic.ptx import GROUP_SIZE, ROWS
 
 
 class Sizes(NamedTuple):
-  """Numbers of groups of 128 values in a factored moment."""
+  """How a factored leaf is cut into matrices and strips."""
 
-  columns: int  # Groups in one row of a matrix.
-  matrix: int  # Groups in one matrix.
+  rows: int  # Rows of a matrix.
+  columns: int  # Groups of 128 values in one row of a matrix.
+
+  @classmethod
+  def of(cls, nu: Encoded) -> "Sizes":
+    """Returns the sizes of a factored moment."""
+    shape, row = factored.shape_of(*nu[1:]), factored.row_of(*nu[1:])
+    return cls(shape[row], math.prod(shape[row + 1 :]) // GROUP_SIZE)
+
+  @property
+  def strips(self) -> int:
+    """The number of strips in one matrix."""
+    return -(-self.rows // TILE_ROWS)
 
   @property
   def period(self) -> int:
     """Tiles that are this many groups apart contain the same columns."""
     return math.lcm(self.columns, ROWS)
 
+  @property
+  def period_rows(self) -> int:
+    return self.period // self.columns
+
+  def why_not(self) -> str | None:
+    """Returns why kernels do not support a moment of this size, or None."""
+    if self.rows % self.period_rows:
+      return (
+        f"a factored matrix must have a multiple of {self.period_rows} rows, "
+        f"got {self.rows}"
+      )
+    return None
+
 
 class Factors(NamedTuple):
   """Two arrays whose product is a moment.
 
   Attributes:
-    rows: f32 [..., R, A, 1]. A stands for any number of axes, or none.
-    columns: f32 [..., 1, A, n].
+    rows: f32 [groups], one factor for each group.
+    columns: f32 [strips * (columns + 7), 128], the factors of columns. A tile
+      may begin in one row and end in the next, so each strip's factors are
+      followed by a copy of their first 7 groups.
   """
 
   rows: Array
   columns: Array
 
-  def why_not(self) -> str | None:
-    """Returns why kernels do not support these factors, or None."""
-    if self.rows.shape[-1] != 1:
-      return "a factored moment's columns must be its last axis"
-    sizes = self.sizes()
-    if sizes.matrix % sizes.period:
-      rows = sizes.period // sizes.columns
-      return (
-        f"a factored matrix must have a multiple of {rows} rows, got "
-        f"{sizes.matrix // sizes.columns}"
-      )
-    return None
-
-  def in_groups(self) -> tuple["Factors", Sizes]:
-    """Returns each group's row factor [groups], and column factors [..., 128].
-
-    A tile may begin in one row and end in the next, so each matrix's column
-    factors are followed by a copy of their first 7 groups.
-    """
-    shape, sizes = self._shape(), self.sizes()
-    columns = self.columns.reshape(-1, sizes.columns, GROUP_SIZE)
+  @classmethod
+  def of(cls, nu: Encoded, sizes: Sizes) -> "Factors":
+    rows, columns = factored.factors(nu)
+    columns = columns.reshape(-1, sizes.columns, GROUP_SIZE)
     places = jnp.arange(sizes.columns + ROWS - 1) % sizes.columns
-    rows = jnp.broadcast_to(self.rows, (*shape[:-1], shape[-1] // GROUP_SIZE))
-    columns = columns[:, places].reshape(-1, GROUP_SIZE)
-    return Factors(rows.reshape(-1), columns), sizes
-
-  def _shape(self) -> tuple[int, ...]:
-    return jnp.broadcast_shapes(self.rows.shape, self.columns.shape)
-
-  def sizes(self) -> Sizes:
-    shape = self._shape()
-    row = next(i for i, n in enumerate(shape) if n > self.columns.shape[i])
-    columns, matrix = math.prod(shape[row + 1 :]), math.prod(shape[row:])
-    return Sizes(columns // GROUP_SIZE, matrix // GROUP_SIZE)
+    return cls(rows.reshape(-1), columns[:, places].reshape(-1, GROUP_SIZE))
 
 
 def load(rows_gmem, columns_gmem, sizes: Sizes, start) -> Decoded:
   """Loads the moment of the tile at group `start`."""
-  matrix = start // sizes.matrix
-  place = matrix * (sizes.columns + ROWS - 1) + start % sizes.columns
+  row, column = divmod(start, sizes.columns)
+  matrix, row = divmod(row, sizes.rows)
+  strip = matrix * sizes.strips + row // TILE_ROWS
+  place = strip * (sizes.columns + ROWS - 1) + column
   return Decoded(
     values=registers.load(columns_gmem, place),
     factor=registers.load(rows_gmem, start),

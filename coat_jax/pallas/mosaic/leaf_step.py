@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from coat_jax.codecs.group import GroupCodec, Plain
+from coat_jax.codecs.group import Encoded, GroupCodec, Plain
 from coat_jax.numerics.stochastic import LeafPart, next_words, parameter_words
 from coat_jax.ops.capability import HOPPER, why_not_before
 from coat_jax.pallas.mosaic import (
@@ -27,7 +27,7 @@ from coat_jax.pallas.mosaic import (
   weights,
   words,
 )
-from coat_jax.pallas.mosaic.factors import Factors
+from coat_jax.pallas.mosaic.factors import Factors, Sizes
 from coat_jax.pallas.mosaic.moment_codecs import Decoded
 from coat_jax.pallas.mosaic.ptx import GROUP_SIZE, ROWS
 from coat_jax.pallas.mosaic.registers import Instructions
@@ -94,7 +94,7 @@ class _Work:
   whole: tuple[int, ...] | None  # See `LeafPart`.
   has_layer: bool  # Whether the kernel updates only one layer of the leaf.
   groups: GroupCodecs
-  factors: factors.Sizes | None
+  factors: Sizes | None
   interpret: bool
 
 
@@ -106,7 +106,7 @@ def run(
   stored,
   groups: GroupCodecs,
   interpret: bool,
-  factored: Factors | None = None,
+  factored: Encoded | None = None,
 ):
   """Returns the new parameter and moments.
 
@@ -121,7 +121,10 @@ def run(
     place.append(part.start)
   if part.layer is not None:
     place.append(part.layer.astype(jnp.uint32)[None])
-  read, sizes = ((), None) if factored is None else factored.in_groups()
+  read, sizes = (), None
+  if factored is not None:
+    sizes = Sizes.of(factored)
+    read = Factors.of(factored, sizes)
   work = _Work(
     rule=type(rule),
     names=names,

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Means of the rows and of the columns of g^2, in one pass over memory.
 
-XLA would read g twice. A program adds up tiles that contain the same columns,
-and writes the mean of each group and one tile of sums; XLA adds these.
+XLA would read g twice. A program adds up tiles of one strip (`factors`) that
+contain the same columns. It writes the mean of each group, and one tile with
+its part of the means of columns; XLA adds these.
 """
 
 import functools
@@ -12,43 +13,53 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from coat_jax.codecs.factored import mean
+from coat_jax.codecs.factored import TILE_ROWS
+from coat_jax.codecs.group import Encoded
 from coat_jax.numerics.formats import with_finite_square
+from coat_jax.numerics.qtensor import num_groups
 from coat_jax.pallas.mosaic import registers
-from coat_jax.pallas.mosaic.factors import Factors, Sizes
+from coat_jax.pallas.mosaic.factors import Sizes
 from coat_jax.pallas.mosaic.ptx import GROUP_SIZE, LAYOUT, ROWS, TILE
 from coat_jax.pallas.mosaic.registers import Instructions
 
-# More tiles per program mean fewer sums, but too few programs would leave
+# More tiles per program mean fewer results, but too few programs would leave
 # multiprocessors idle at the end.
 _MOST_TILES = 32
 _LEAST_PROGRAMS = 2048
 
 
 def run(
-  g: Array, grad_scale: Array | None, like: Factors, interpret: bool
+  g: Array, grad_scale: Array | None, like: Encoded, interpret: bool
 ) -> tuple[Array, Array]:
-  """Returns the means of the rows and of the columns of (g * grad_scale)^2.
-
-  They are f32, with the shapes of the arrays of `like`.
-  """
-  sizes = like.sizes()
-  periods, count = sizes.matrix // sizes.period, g.size // (GROUP_SIZE * ROWS)
-  most = max(1, min(_MOST_TILES, count // _LEAST_PROGRAMS))
-  tiles = max(i for i in range(1, most + 1) if periods % i == 0)
+  """Returns `factored.means` of (g * grad_scale)^2, in the shapes of `like`."""
+  sizes, tiles = Sizes.of(like), 1
+  count = g.size // (GROUP_SIZE * ROWS)
+  most = min(_MOST_TILES, count // _LEAST_PROGRAMS)
+  while 2 * tiles <= most:
+    tiles *= 2
   scale = None if grad_scale is None else grad_scale[None]
-  groups, sums = _means(
+  rows, columns = _means(
     g.reshape(-1, GROUP_SIZE), scale, sizes, tiles, interpret
   )
-  rows = mean(groups.reshape(*like.rows.shape[:-1], -1), -1)
-  matrices = g.size // (sizes.matrix * GROUP_SIZE)
-  columns = sums.reshape(matrices, -1, sizes.columns * GROUP_SIZE).sum(1)
-  return rows, columns.reshape(like.columns.shape)
+  chunk = tiles * sizes.period_rows
+  chunks = num_groups(sizes.rows, chunk)
+  columns = columns.reshape(
+    -1, chunks, sizes.period_rows, sizes.columns * GROUP_SIZE
+  )
+  each = TILE_ROWS // chunk  # Chunks in a strip.
+  missing = sizes.strips * each - chunks
+  columns = jnp.pad(columns, ((0, 0), (0, missing), (0, 0), (0, 0)))
+  columns = columns.reshape(-1, each * sizes.period_rows, columns.shape[-1])
+  return rows.reshape(like.amax.shape), jnp.sum(columns, 1).reshape(
+    like.range.shape
+  )
 
 
 @functools.partial(jax.jit, static_argnames=("sizes", "tiles", "interpret"))
 def _means(g, scale, sizes: Sizes, tiles: int, interpret: bool):
-  programs = g.shape[0] // (ROWS * tiles)
+  matrices = g.shape[0] // (sizes.rows * sizes.columns)
+  chunks = num_groups(sizes.rows, tiles * sizes.period_rows)
+  programs = matrices * chunks * (sizes.period // ROWS)
   out = (g.shape[0],), (programs * ROWS, GROUP_SIZE)
   return plgpu.kernel(
     functools.partial(
@@ -63,15 +74,24 @@ def _means(g, scale, sizes: Sizes, tiles: int, interpret: bool):
 
 
 def _kernel(g_gmem, *gmem, sizes: Sizes, tiles: int, on: Instructions) -> None:
-  """Adds up a program's tiles.
+  """Adds up a program's tiles, which are a period apart.
 
   `g_gmem` is [groups, 128]. `gmem` holds the gradient's factor (if any), the
-  means [groups] and the sums [programs * 8, 128].
+  means of groups [groups], and parts of the means of columns [programs * 8,
+  128].
   """
-  *scale_gmem, means_gmem, sums_gmem = gmem
+  *scale_gmem, means_gmem, columns_gmem = gmem
   program = lax.axis_index("program")
+  chunk_rows = tiles * sizes.period_rows
   turn, tile = divmod(program, sizes.period // ROWS)
-  first = turn * tiles * sizes.period + tile * ROWS
+  matrix, chunk = divmod(turn, num_groups(sizes.rows, chunk_rows))
+  row = chunk * chunk_rows
+  first = (matrix * sizes.rows + row) * sizes.columns + tile * ROWS
+  count = tiles
+  if sizes.rows % chunk_rows:
+    count = jnp.minimum(tiles, (sizes.rows - row) // sizes.period_rows)
+  height = jnp.minimum(sizes.rows - row // TILE_ROWS * TILE_ROWS, TILE_ROWS)
+  share = 1 / height.astype(jnp.float32)
 
   def add(i, total):
     start = first + i * sizes.period
@@ -82,8 +102,8 @@ def _kernel(g_gmem, *gmem, sizes: Sizes, tiles: int, on: Instructions) -> None:
     # Divide before the sum, to avoid an overflow.
     means = jnp.sum(g * g * (1 / GROUP_SIZE), axis=1)
     registers.store(means_gmem, start, means)
-    return total + g * g * (sizes.columns / sizes.matrix)
+    return total + g * g * share
 
   zeros = plgpu.layout_cast(jnp.zeros(TILE, jnp.float32), LAYOUT)
-  total = lax.fori_loop(0, tiles, add, zeros)
-  registers.store(sums_gmem, program * ROWS, total)
+  total = lax.fori_loop(0, count, add, zeros)
+  registers.store(columns_gmem, program * ROWS, total)
