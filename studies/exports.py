@@ -6,14 +6,14 @@
 The study requires torch and transformers. Each DIR is a Hugging Face
 checkpoint. `train.pretrain finetune --init-from` trains it for 10 steps with
 the `coat` recipe on the default text, and `train.convert export-hf` exports
-the result to OUT. Then both `coat_jax.models.load_hf` and transformers read the
-exported folder in f32. transformers runs its `eager` attention, because its
-default attention may ignore soft caps.
+the result to a subfolder of OUT. Then both `coat_jax.models.load_hf` and
+transformers read the exported folder in f32. transformers runs its `eager`
+attention, because its default attention may ignore soft caps.
 
 The command prints a JSON row, `exports`, for each folder:
 
-  logits   largest difference between the logits of both libraries, divided by
-           the largest magnitude of a logit
+  logits   largest difference between the two libraries' logits, divided by the
+           largest magnitude of transformers' logits
   greedy   both libraries generate 16 tokens greedily after a prompt; this is
            the number of tokens before the first difference
   moved    largest change of a weight during training
@@ -53,9 +53,9 @@ def train_and_export(source: Path, out: Path) -> None:
   with tempfile.TemporaryDirectory() as folder:
     run = str(Path(folder) / "run")
     if pretrain.main(["finetune", "--out", run, *words]):
-      raise RuntimeError(f"{source} was not trained")
+      raise RuntimeError(f"training {source} failed")
     if convert.main(["export-hf", run, "--out", str(out)]):
-      raise RuntimeError(f"{source} was not exported")
+      raise RuntimeError(f"exporting {source} failed")
 
 
 def theirs(folder: Path, tokens: np.ndarray, prompt: list[int]):

@@ -16,14 +16,14 @@ def to_integers(tree: Any) -> Any:
   """Converts FP8 and bfloat16 arrays to uint8 and uint16 with the same bits.
 
   Arrays of int4 also become uint8: each byte contains the four bits of a value.
-  File formats support unsigned integers, whereas `np.savez` and `np.load` lose
-  the dtypes FP8, bfloat16 and int4.
+  Most file formats support unsigned integers, but not FP8, bfloat16 and int4;
+  `np.savez` and `np.load`, for example, lose these dtypes.
 
   Args:
     tree: a tree of arrays or `jax.ShapeDtypeStruct`s, such as a train state.
 
   Returns:
-    The same tree with the same shardings; other leaves are unchanged.
+    A tree of the same structure and shardings. All other leaves are unchanged.
 
   Examples:
     >>> import jax, jax.numpy as jnp
@@ -66,12 +66,14 @@ def from_integers(tree: Any, like: Any) -> Any:
       raise ValueError(
         f"from_integers: {want.dtype}{list(want.shape)} must be stored as "
         f"{_unsigned(want)}, got {x.dtype}{list(x.shape)} at "
-        f"{node_path(keys)!r}; for like, pass what to_integers was given, or "
-        "its shapes"
+        f"{node_path(keys)!r}; pass as `like` the tree that to_integers was "
+        "given, or its jax.eval_shape"
       )
     return _view(x, want.dtype)
 
-  remedy = "for like, pass what to_integers was given, or its shapes"
+  remedy = (
+    "pass as `like` the tree that to_integers was given, or its jax.eval_shape"
+  )
   treedef = jax.tree.structure(like)
   found = flatten_like("from_integers", "tree", tree, "like", treedef, remedy)
   return jax.tree.map_with_path(view, like, treedef.unflatten(found))
@@ -88,8 +90,8 @@ def check_stored(stored: Any, target: Any) -> None:
     stored: Orbax's `checkpointer.metadata(path)`, or a tree whose leaves have a
       shape and a dtype.
     target: the tree to restore, which may be a part of the tree that was saved.
-      Arrays and `jax.ShapeDtypeStruct`s in it are compared, but not random keys
-      and other leaves.
+      Only its arrays and `jax.ShapeDtypeStruct`s are compared; random keys and
+      other leaves are skipped.
 
   Raises:
     ValueError: a leaf of `target` is not stored, or is stored with another
@@ -122,9 +124,9 @@ def check_stored(stored: Any, target: Any) -> None:
     found = _dtype_and_shape(saved[path]) if path in saved else "nothing"
     if want != found:
       raise ValueError(
-        "check_stored: target must have the dtypes and shapes that are stored, "
-        f"got {want} for {found} at {path!r}; make the target for the same "
-        "parameters, with the optimizer and codec of the saved state"
+        f"check_stored: target must match the checkpoint, got {want} at "
+        f"{path!r}, where the checkpoint has {found}; make the target for the "
+        "same parameters, with the optimizer and codec of the saved state"
       )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares plain FP8 casts, one instruction on a GPU, with the definition."""
+"""Compares plain FP8 casts (one GPU instruction) with the definition."""
 
 import jax
 import jax.numpy as jnp

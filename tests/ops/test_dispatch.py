@@ -110,11 +110,11 @@ def test_errors_other_than_unsupported_are_raised():
 
   def doubled(x):
     traces.append(x)
-    raise NotImplementedError("Pallas lowers no sort")
+    raise NotImplementedError("Pallas cannot lower sort")
 
   double = op(mosaic=doubled)(lambda x: 2 * x)
   with jax.sharding.use_abstract_mesh(H200):
-    with pytest.raises(NotImplementedError, match="lowers no sort"):
+    with pytest.raises(NotImplementedError, match="cannot lower sort"):
       jax.jit(double).trace(jnp.ones(3))
   assert len(traces) == 1
 
@@ -149,7 +149,7 @@ def test_fp8_kernels_run_only_on_nvidia_gpus_with_fp8(
   # JAX would not trace the same function again, so define one per case.
   found = primitives(lambda x, w: ops.linear_fwd(x, w), *operands())
   assert ("platform_index" in found) == has_fp8
-  # A described GPU of unknown kind has the capability of the local GPU.
+  # An abstract GPU of an unknown kind is assumed to be like the local GPU.
   device = jax.sharding.AbstractDevice("another", 100, "cuda")
   mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
   with jax.sharding.use_abstract_mesh(mesh):

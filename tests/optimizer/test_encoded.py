@@ -47,7 +47,7 @@ SOLVERS = {
   "schedule_free": lambda: optax.contrib.schedule_free_adamw(1e-2),
   "prodigy": lambda: optax.contrib.prodigy(1.0),
 }
-# Rows have whole groups of 4, or a short last group.
+# Some rows consist of whole groups of 4; others end with a short group.
 CODEC = codecs.coat(4)
 
 
@@ -130,7 +130,7 @@ def test_encoded_adam_matches_scale_by_coat_adam():
     for field, theirs in ((got.inner.mu, want.mu), (got.inner.nu, want.nu)):
       for part in ("codes", "amax", "range"):
         a, b = getattr(field, part), getattr(theirs, part)
-        # Their formulas of Adam differ by a few ulps in f32.
+        # The two formulas for Adam give f32 results a few ulps apart.
         assert types(a) == types(b)
         assert_close(
           jax.tree.map(lambda x: x.astype("float32"), a),

@@ -108,7 +108,7 @@ def check_ids(ids: np.ndarray, name: str, vocab_size: int) -> None:
     raise ValueError(
       f"data: token ids must be below the vocabulary size {vocab_size}, "
       f"got {largest} in {name}; use this model's tokenizer or a model with "
-      "a larger vocabulary, and check --data.dtype if these are tokens"
+      "a larger vocabulary; if the file contains token ids, check --data.dtype"
     )
 
 
