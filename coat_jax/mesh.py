@@ -69,17 +69,25 @@ def run_on_shards(
   )(*args)
 
 
-def run_whole(f: Callable, *args: Any, out_specs: Any) -> Any:
+def run_whole(
+  f: Callable,
+  *args: Any,
+  out_specs: Any,
+  mesh: Mesh | AbstractMesh | None = None,
+) -> Any:
   """Runs f(*args) and lets XLA partition it, even if mesh axes are explicit.
 
   On explicit axes, results are sharded by `out_specs`, except for dimensions
   that a spec cannot split evenly. A result with spec None stays on automatic
   axes; use this for values saved for a backward pass that also runs in
-  `run_whole`.
+  `run_whole`. If no mesh is set, `mesh` is.
   """
+  current = jax.sharding.get_abstract_mesh()
+  if mesh is not None and current.empty:
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+      return run_whole(f, *args, out_specs=out_specs)
   args = varying(args)
-  mesh = jax.sharding.get_abstract_mesh()
-  if not mesh.explicit_axes:
+  if not current.explicit_axes:
     return f(*args)
 
   def untyped(x):
@@ -88,8 +96,8 @@ def run_whole(f: Callable, *args: Any, out_specs: Any) -> Any:
   def typed(x, spec):
     return x if spec is None else reshard(x, fitted(spec, x.shape))
 
-  auto = dict.fromkeys(mesh.explicit_axes, AxisType.Auto)
-  with jax.sharding.use_abstract_mesh(mesh.update_axis_types(auto)):
+  auto = dict.fromkeys(current.explicit_axes, AxisType.Auto)
+  with jax.sharding.use_abstract_mesh(current.update_axis_types(auto)):
     out = f(*jax.tree.map(untyped, args))
   specs = jax.tree.broadcast(out_specs, out, is_leaf=lambda x: x is None)
   return jax.tree.map(typed, out, specs)

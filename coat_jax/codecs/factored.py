@@ -10,8 +10,10 @@ from jax import Array
 
 from coat_jax.codecs.group import Encoded, Plain, divided
 
-# Numbers of rows and columns of a tile.
-TILE_ROWS, TILE_COLUMNS = 256, 128
+TILE_COLUMNS = 128
+# The least number of rows of a tile. Its number of rows is a multiple of the
+# second, which kernels need.
+_LEAST_ROWS, _ROW_MULTIPLE = 192, 8
 # A leaf is factored only if its rows and its columns are at least this long.
 _SHORTEST = 8
 # Layers may be stacked along the first of three or more axes if it is shorter.
@@ -24,14 +26,19 @@ LARGEST = float(jnp.finfo(jnp.float32).max)
 class Factored:
   """Stores v [..., n] as f32 means of the rows and columns of tiles.
 
-  A tile has 256 rows and 128 columns. There, v[i, j] decodes to
-  rows[i] columns[j] / mean(columns), which is exact if the tile has rank one.
-  Columns are along the last axis, and rows along the longest other one. Of
-  three or more axes, the first counts only if it has at least 128 values,
-  because layers may be stacked along a shorter one. `Encoded.amax` contains the
-  means of each row of a tile, [..., R, ceil(n / 128)], and `range` those of
-  each column, [..., ceil(R / 256), n]. `codes` is a scalar zero. Leaves
-  without two such axes of at least 8 are stored by `Plain` in f32.
+  In a tile, v[i, j] decodes to rows[i] columns[j] / mean(columns), which is
+  exact if the tile has rank one. Columns are along the last axis, and rows
+  along the longest other one. Of three or more axes, the first counts only if
+  it has at least 128 values, because layers may be stacked along a shorter one.
+
+  A tile has 128 columns. The number of tiles along rows is a power of two, so
+  that devices rarely split a tile. It is the largest one for which tiles have
+  equal sizes, of at least 192 rows and a multiple of 8.
+
+  `Encoded.amax` contains the means of each row of a tile, [..., R, ...,
+  ceil(n / 128)], and `range` those of each column, [..., tiles, ..., n].
+  `codes` is a scalar zero. Leaves without two such axes of at least 8 are
+  stored by `Plain` in f32.
 
   Encoding the decoded v gives the same means again, up to f32 rounding. So
   errors of averages do not accumulate over steps. Those of maxima do, as of the
@@ -48,7 +55,8 @@ class Factored:
     row = row_axis(x.shape)
     if row is None:
       return _PLAIN.encode(x, noise)
-    return Encoded(jnp.uint8(0), *means(x, row))
+    tiles = row_tiles(x.shape[row])
+    return Encoded(jnp.uint8(0), *means(x, row, tiles))
 
   def zeros(self, shape: tuple[int, ...]) -> Encoded:
     """Returns the encoding of zeros, without allocating zeros of `shape`."""
@@ -76,7 +84,7 @@ def factors(encoded: Encoded) -> tuple[Array, Array]:
 
 def spread_over_rows(columns: Array, row: int, n: int) -> Array:
   """Repeats values of columns along the axis of rows, which gets n values."""
-  return _spread(columns, row, n, TILE_ROWS)
+  return _spread(columns, row, n, n // columns.shape[row])
 
 
 def product(rows: Array, columns: Array) -> Array:
@@ -84,10 +92,13 @@ def product(rows: Array, columns: Array) -> Array:
   return jnp.minimum(rows * columns, LARGEST)
 
 
-def means(x: Array, row: int) -> tuple[Array, Array]:
-  """Returns the means of the rows and of the columns of all tiles."""
+def means(x: Array, row: int, tiles: int) -> tuple[Array, Array]:
+  """Returns the means of the rows and of the columns of all tiles.
+
+  `tiles` is the number of tiles along the axis `row`.
+  """
   rows = _means(x, x.ndim - 1, TILE_COLUMNS)
-  return rows, _means(x, row, TILE_ROWS)
+  return rows, _means(x, row, x.shape[row] // tiles)
 
 
 def shape_of(rows: Any, columns: Any) -> tuple[int, ...]:
@@ -112,6 +123,16 @@ def row_axis(shape: tuple[int, ...]) -> int | None:
   axes = range(1 if is_stack else 0, len(shape) - 1)
   row = max(axes, key=lambda i: shape[i])
   return None if min(shape[row], shape[-1]) < _SHORTEST else row
+
+
+def row_tiles(rows: int) -> int:
+  """Returns the number of tiles along an axis of rows; see `Factored`."""
+  tiles = 1
+  while rows % (2 * tiles * _ROW_MULTIPLE) == 0 and (
+    rows >= 2 * tiles * _LEAST_ROWS
+  ):
+    tiles *= 2
+  return tiles
 
 
 def _means(x: Array, axis: int, size: int) -> Array:

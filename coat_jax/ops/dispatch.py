@@ -152,7 +152,8 @@ class Op[R]:
     if implementation not in _PARTITIONED and may_be_partitioned():
       return (
         f"{self.name}: with several devices, {implementation} can run only "
-        "inside jax.shard_map, which layers use with recipe.axes=MeshAxes(...)"
+        "inside jax.shard_map, which layers use if recipe.axes is given, and "
+        "optimizers if shardings are given and split no groups of moments"
       )
     if _platform_of(implementation) == "cuda":
       reason = why_not_before(OLDEST, "a kernel")

@@ -155,7 +155,8 @@ def _update_factored(
   g = in_f32(g) if grad_scale is None else in_f32(g) * grad_scale
   g = with_finite_square(g)
   mu, nu = stored
-  means = factored.means(g * g, factored.row_of(*nu[1:]))
+  row = factored.row_of(*nu[1:])
+  means = factored.means(g * g, row, nu.range.shape[row])
   old = nu if layer is None else take_layer(nu, layer)
   new = add_means(old, means, scalars)
   new = new if layer is None else put_layer(nu, new, layer)

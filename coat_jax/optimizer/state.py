@@ -15,9 +15,9 @@ from jax.typing import ArrayLike
 from coat_jax.codecs import Encoded, MomentCodec
 from coat_jax.codecs.factored import (
   TILE_COLUMNS,
-  TILE_ROWS,
   Factored,
   row_axis,
+  row_tiles,
   shape_of,
 )
 from coat_jax.codecs.group import GroupCodec
@@ -149,8 +149,11 @@ def splits_groups(
     return False
   if isinstance(codec, Factored):
     local = sharding.shard_shape(shape)
-    row, last = row_axis(shape), len(shape) - 1
-    sizes = {} if row is None else {row: TILE_ROWS, last: TILE_COLUMNS}
+    row = row_axis(shape)
+    if row is None:
+      return False
+    height = shape[row] // row_tiles(shape[row])
+    sizes = {row: height, len(shape) - 1: TILE_COLUMNS}
     return any(local[i] < shape[i] and local[i] % n for i, n in sizes.items())
   columns = sharding.shard_shape(shape)[-1]
   size = getattr(codec, "group_size", 1)
@@ -263,9 +266,10 @@ def check_state(op: str, state: Any, kind: type, codec: MomentCodec) -> None:
       groups = groups[i : i + 1]
     if moment.codec not in groups:
       raise ValueError(
-        f"{op}: codec {codec.name!r} must be the one that the state was made "
-        f"with, got a moment of {moment.codec}; pass that codec (to change it, "
-        "use to_plain_state and then from_plain_state)"
+        f"{op}: the state must have been made with the codec {codec.name!r}, "
+        f"which stores {' or '.join(map(str, groups))}, got a moment of "
+        f"{moment.codec}; pass the state's codec (to change it, use "
+        "to_plain_state and then from_plain_state)"
       )
 
 

@@ -298,12 +298,14 @@ class Leaves:
         f"leaf {list(whole)} whose means all layers share; leave it out with "
         "quantize_mask"
       )
-    spec = P() if sharding is None else sharding.spec
+    spec, where = P(), None
+    if sharding is not None:
+      spec, where = sharding.spec, sharding.mesh
     if sharding is None or any(
       splits_groups(sharding, whole, group) for group in groups
     ):
       args = *arrays, stored, part, *scalars
-      return mesh.run_whole(run, *args, out_specs=spec)
+      return mesh.run_whole(run, *args, out_specs=spec, mesh=where)
     if layer is not None and spec[:1] not in ((), (None,)):
       raise ValueError(
         "step_in_backward: stacked parameters must not be sharded along their "
@@ -324,7 +326,7 @@ class Leaves:
       scalars,
       in_specs=(spec, of_stored, P(), P()),
       out_specs=(spec, of_stored),
-      mesh=sharding.mesh,
+      mesh=where,
     )
 
   def end(self, stored: Sequence[Stored]) -> Any:

@@ -42,15 +42,10 @@ class Machine:
     ptx: text of one kernel.
     arrays: where the kernel's parameters point. `run` writes to these arrays.
     grid: number of blocks along x and y.
-    first: index of the first block along x.
   """
 
   def __init__(
-    self,
-    ptx: str,
-    arrays: Sequence[np.ndarray],
-    grid: tuple[int, int],
-    first: int = 0,
+    self, ptx: str, arrays: Sequence[np.ndarray], grid: tuple[int, int]
   ):
     self._body = ptx[ptx.index("\n{") :]
     count = len(re.findall(r"^\s*\.param", ptx, re.MULTILINE))
@@ -61,7 +56,7 @@ class Machine:
     block = threads // _THREADS
     self._registers: dict[str, np.ndarray] = {
       "%tid.x": threads % _THREADS,
-      "%ctaid.x": block % grid[0] + np.uint32(first),
+      "%ctaid.x": block % grid[0],
       "%ntid.x": threads * 0 + _THREADS,
     }
     self._shared = np.zeros(blocks * _SHARED, np.uint8)
@@ -257,7 +252,7 @@ class Machine:
         bits = (bits ^ sign) - sign
       return bits
     if name == "mad":
-      a, b, c = (self._get(x, TYPES[kind]) for x in operands)
+      a, b, c = (self._get(x, np.uint32) for x in operands)
       return a * b + c
     if name == "mul" and modifiers[0] == "wide":
       wide = np.dtype(f"{'iu'[kind[0] == 'u']}{2 * int(kind[1:]) // 8}")

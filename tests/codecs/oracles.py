@@ -161,18 +161,19 @@ def error_bound(codec, x: np.ndarray, encoded: Encoded) -> np.ndarray:
   return _joined(bound, x.shape[-1])
 
 
-def rank_one_tiles(v, row):
-  """Returns v [..., n] with each tile of 256 x 128 replaced by one of rank one.
+def rank_one_tiles(v, row, tiles=1):
+  """Returns v [..., n] with each of its tiles replaced by one of rank one.
 
-  `row` is the axis of the tiles' rows. The tile's means of rows and of columns
-  stay the same.
+  `row` is the axis of rows, along which there are `tiles` tiles. Each tile's
+  means of rows and of columns stay the same.
   """
   v = np.moveaxis(np.asarray(v, float), row, -2)
   out = np.empty_like(v)
-  for i in range(0, v.shape[-2], 256):
+  height = v.shape[-2] // tiles
+  for i in range(0, v.shape[-2], height):
     for j in range(0, v.shape[-1], 128):
-      tile = v[..., i : i + 256, j : j + 128]
+      tile = v[..., i : i + height, j : j + 128]
       rows, columns = (tile.mean(axis, keepdims=True) for axis in (-1, -2))
       whole = tile.mean((-1, -2), keepdims=True)
-      out[..., i : i + 256, j : j + 128] = rows * columns / whole
+      out[..., i : i + height, j : j + 128] = rows * columns / whole
   return np.moveaxis(out, -2, row)

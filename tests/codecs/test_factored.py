@@ -50,28 +50,59 @@ def test_longest_axis_before_the_last_has_the_rows_except_a_stacking_axis(
   assert factored.row_axis(shape) == row
 
 
-# The last two shapes have more than one tile, and the last one short tiles.
 @pytest.mark.parametrize(
-  "shape", [(40, 64), (2, 64, 40), (2, 64, 3, 40), (512, 256), (300, 2, 200)]
+  "rows, tiles",
+  [
+    (8, 1),
+    (383, 1),
+    (384, 2),  # Tiles have at least 192 rows.
+    (392, 1),  # 196 is no multiple of 8.
+    (400, 2),
+    (1376, 4),
+    (4096, 16),
+    (11008, 32),
+    (32000, 32),
+    (50257, 1),
+    (50304, 16),
+  ],
 )
-def test_codec_stores_means_of_rows_and_columns_of_tiles(shape):
+def test_number_of_tiles_is_a_power_of_two(rows, tiles):
+  assert factored.row_tiles(rows) == tiles
+
+
+@pytest.mark.parametrize(
+  "shape, tiles",
+  [
+    ((40, 64), 1),
+    ((2, 64, 40), 1),
+    ((2, 64, 3, 40), 1),
+    ((512, 256), 2),
+    ((400, 2, 200), 2),  # The last tile of a row is short.
+  ],
+)
+def test_codec_stores_means_of_rows_and_columns_of_tiles(shape, tiles):
   v = second_moments(shape)
   row = factored.row_axis(shape)
   encoded, decoded = roundtrip(v)
   assert encoded.codes.shape == ()
-  for got, axis, size in ((encoded.amax, -1, 128), (encoded.range, row, 256)):
+  height = shape[row] // tiles
+  for got, axis, size in (
+    (encoded.amax, -1, 128),
+    (encoded.range, row, height),
+  ):
     starts = range(0, shape[axis], size)
-    tiles = np.split(v.astype(float), starts[1:], axis)
-    want = np.stack([x.mean(axis) for x in tiles], axis)
+    parts = np.split(v.astype(float), starts[1:], axis)
+    want = np.stack([x.mean(axis) for x in parts], axis)
     np.testing.assert_allclose(got, want, rtol=1e-6)
-  np.testing.assert_allclose(decoded, rank_one_tiles(v, row), rtol=2e-6)
+  want = rank_one_tiles(v, row, tiles)
+  np.testing.assert_allclose(decoded, want, rtol=2e-6)
   # Encoding the decoded values again changes nothing.
   np.testing.assert_allclose(roundtrip(decoded)[1], decoded, rtol=2e-6)
 
 
 def test_axis_of_rows_is_found_from_the_means_of_a_shard():
   # The whole leaf is [1024, 512, 128].
-  means = factored.means(jnp.ones((256, 512, 128)), 0)
+  means = factored.means(jnp.ones((256, 512, 128)), 0, 1)
   assert factored.row_of(*means) == 0 != factored.row_axis((256, 512, 128))
   assert factored.shape_of(*means) == (256, 512, 128)
 
@@ -99,11 +130,11 @@ def test_matrix_with_subnormal_means_decodes_to_tiny_values():
 
 
 def test_nan_affects_only_its_tile():
-  v = second_moments((300, 200))
+  v = second_moments((400, 200))
   v[290, 5] = np.nan
   _, decoded = roundtrip(v)
   want = np.zeros_like(v, bool)
-  want[256:, :128] = True
+  want[200:, :128] = True
   np.testing.assert_array_equal(np.isnan(decoded), want)
 
 

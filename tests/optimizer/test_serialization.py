@@ -116,7 +116,7 @@ def test_checkpoint_of_another_codec_is_refused(tmp_path):
           check_stored(stored, {"opt": states[other], **extra})
     checkpointer.restore(path, {"opt": states["coat"], **extra})
   wider = jax.eval_shape(make("log8").init, {**params, "y": jnp.ones(3)})
-  with pytest.raises(ValueError, match=r"int8\[3\] for nothing at 'opt/0/mu/"):
+  with pytest.raises(ValueError, match="at 'opt/0/mu/.*has nothing"):
     check_stored(stored, {"opt": wider})
 
 

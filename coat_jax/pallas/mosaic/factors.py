@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The factors of a second moment, in the form that optimizer kernels read.
 
-Its tiles (`codecs.factored`) are called strips here: a kernel's tile has only 8
-groups of 128 values.
+What `codecs.factored` calls a tile is called a strip here, because in kernels,
+a tile is 8 groups of 128 values.
 """
 
 import math
@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from coat_jax.codecs import factored
-from coat_jax.codecs.factored import TILE_ROWS
 from coat_jax.codecs.group import Encoded
 from coat_jax.pallas.mosaic import registers
 from coat_jax.pallas.mosaic.moment_codecs import Decoded
@@ -20,25 +19,25 @@ from coat_jax.pallas.mosaic.ptx import GROUP_SIZE, ROWS
 
 
 class Sizes(NamedTuple):
-  """How a factored leaf is cut into matrices and strips."""
+  """How a factored leaf is cut into strips."""
 
-  rows: int  # Rows of a matrix.
-  columns: int  # Groups of 128 values in one row of a matrix.
+  rows: int  # Rows of a strip.
+  columns: int  # Groups of 128 values in one row of the matrix.
 
   @classmethod
   def of(cls, nu: Encoded) -> "Sizes":
     """Returns the sizes of a factored moment."""
-    shape, row = factored.shape_of(*nu[1:]), factored.row_of(*nu[1:])
-    return cls(shape[row], math.prod(shape[row + 1 :]) // GROUP_SIZE)
-
-  @property
-  def strips(self) -> int:
-    """The number of strips in one matrix."""
-    return -(-self.rows // TILE_ROWS)
+    _, rows, columns = nu
+    shape, row = (
+      factored.shape_of(rows, columns),
+      factored.row_of(rows, columns),
+    )
+    height = shape[row] // columns.shape[row]
+    return cls(height, math.prod(shape[row + 1 :]) // GROUP_SIZE)
 
   @property
   def period(self) -> int:
-    """Tiles that are this many groups apart contain the same columns."""
+    """After how many groups tiles contain the same columns again."""
     return math.lcm(self.columns, ROWS)
 
   @property
@@ -49,8 +48,8 @@ class Sizes(NamedTuple):
     """Returns why kernels do not support a moment of this size, or None."""
     if self.rows % self.period_rows:
       return (
-        f"a factored matrix must have a multiple of {self.period_rows} rows, "
-        f"got {self.rows}"
+        "the number of rows of a factored matrix must be a multiple of "
+        f"{self.period_rows}, got {self.rows}"
       )
     return None
 
@@ -60,9 +59,9 @@ class Factors(NamedTuple):
 
   Attributes:
     rows: f32 [groups], one factor for each group.
-    columns: f32 [strips * (columns + 7), 128], the factors of columns. A tile
-      may begin in one row and end in the next, so each strip's factors are
-      followed by a copy of their first 7 groups.
+    columns: f32 [strips * (Sizes.columns + 7), 128], a factor for each column
+      of each strip. A tile may begin in one row and end in the next, so each
+      strip's factors are followed by a copy of their first 7 groups.
   """
 
   rows: Array
@@ -78,10 +77,8 @@ class Factors(NamedTuple):
 
 def load(rows_gmem, columns_gmem, sizes: Sizes, start) -> Decoded:
   """Loads the moment of the tile at group `start`."""
-  row, column = divmod(start, sizes.columns)
-  matrix, row = divmod(row, sizes.rows)
-  strip = matrix * sizes.strips + row // TILE_ROWS
-  place = strip * (sizes.columns + ROWS - 1) + column
+  strip = start // (sizes.rows * sizes.columns)
+  place = strip * (sizes.columns + ROWS - 1) + start % sizes.columns
   return Decoded(
     values=registers.load(columns_gmem, place),
     factor=registers.load(rows_gmem, start),

@@ -13,10 +13,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from coat_jax.codecs.factored import TILE_ROWS
 from coat_jax.codecs.group import Encoded
 from coat_jax.numerics.formats import with_finite_square
-from coat_jax.numerics.qtensor import num_groups
 from coat_jax.pallas.mosaic import registers
 from coat_jax.pallas.mosaic.factors import Sizes
 from coat_jax.pallas.mosaic.ptx import GROUP_SIZE, LAYOUT, ROWS, TILE
@@ -32,34 +30,22 @@ def run(
   g: Array, grad_scale: Array | None, like: Encoded, interpret: bool
 ) -> tuple[Array, Array]:
   """Returns `factored.means` of (g * grad_scale)^2, in the shapes of `like`."""
-  sizes, tiles = Sizes.of(like), 1
-  count = g.size // (GROUP_SIZE * ROWS)
-  most = min(_MOST_TILES, count // _LEAST_PROGRAMS)
-  while 2 * tiles <= most:
-    tiles *= 2
+  sizes, count = Sizes.of(like), g.size // (GROUP_SIZE * ROWS)
+  turns = sizes.rows // sizes.period_rows
+  most = max(1, min(_MOST_TILES, count // _LEAST_PROGRAMS))
+  tiles = max(i for i in range(1, most + 1) if turns % i == 0)
   scale = None if grad_scale is None else grad_scale[None]
-  rows, columns = _means(
+  rows, parts = _means(
     g.reshape(-1, GROUP_SIZE), scale, sizes, tiles, interpret
   )
-  chunk = tiles * sizes.period_rows
-  chunks = num_groups(sizes.rows, chunk)
-  columns = columns.reshape(
-    -1, chunks, sizes.period_rows, sizes.columns * GROUP_SIZE
-  )
-  each = TILE_ROWS // chunk  # Chunks in a strip.
-  missing = sizes.strips * each - chunks
-  columns = jnp.pad(columns, ((0, 0), (0, missing), (0, 0), (0, 0)))
-  columns = columns.reshape(-1, each * sizes.period_rows, columns.shape[-1])
-  return rows.reshape(like.amax.shape), jnp.sum(columns, 1).reshape(
-    like.range.shape
-  )
+  parts = parts.reshape(-1, sizes.rows // tiles, sizes.columns * GROUP_SIZE)
+  columns = jnp.sum(parts, axis=1)
+  return rows.reshape(like.amax.shape), columns.reshape(like.range.shape)
 
 
 @functools.partial(jax.jit, static_argnames=("sizes", "tiles", "interpret"))
 def _means(g, scale, sizes: Sizes, tiles: int, interpret: bool):
-  matrices = g.shape[0] // (sizes.rows * sizes.columns)
-  chunks = num_groups(sizes.rows, tiles * sizes.period_rows)
-  programs = matrices * chunks * (sizes.period // ROWS)
+  programs = g.shape[0] // (ROWS * tiles)
   out = (g.shape[0],), (programs * ROWS, GROUP_SIZE)
   return plgpu.kernel(
     functools.partial(
@@ -82,16 +68,8 @@ def _kernel(g_gmem, *gmem, sizes: Sizes, tiles: int, on: Instructions) -> None:
   """
   *scale_gmem, means_gmem, columns_gmem = gmem
   program = lax.axis_index("program")
-  chunk_rows = tiles * sizes.period_rows
   turn, tile = divmod(program, sizes.period // ROWS)
-  matrix, chunk = divmod(turn, num_groups(sizes.rows, chunk_rows))
-  row = chunk * chunk_rows
-  first = (matrix * sizes.rows + row) * sizes.columns + tile * ROWS
-  count = tiles
-  if sizes.rows % chunk_rows:
-    count = jnp.minimum(tiles, (sizes.rows - row) // sizes.period_rows)
-  height = jnp.minimum(sizes.rows - row // TILE_ROWS * TILE_ROWS, TILE_ROWS)
-  share = 1 / height.astype(jnp.float32)
+  first = turn * tiles * sizes.period + tile * ROWS
 
   def add(i, total):
     start = first + i * sizes.period
@@ -102,8 +80,8 @@ def _kernel(g_gmem, *gmem, sizes: Sizes, tiles: int, on: Instructions) -> None:
     # Divide before the sum, to avoid an overflow.
     means = jnp.sum(g * g * (1 / GROUP_SIZE), axis=1)
     registers.store(means_gmem, start, means)
-    return total + g * g * share
+    return total + g * g * (1 / sizes.rows)
 
   zeros = plgpu.layout_cast(jnp.zeros(TILE, jnp.float32), LAYOUT)
-  total = lax.fori_loop(0, count, add, zeros)
+  total = lax.fori_loop(0, tiles, add, zeros)
   registers.store(columns_gmem, program * ROWS, total)

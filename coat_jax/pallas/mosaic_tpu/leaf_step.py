@@ -40,7 +40,7 @@ def why_not(stored, groups, part, arrays) -> str | None:
   """Returns why the kernel does not support these arguments, or None."""
   for codec in groups:
     if not isinstance(codec, Grouped):
-      return "the kernel needs moments that are encoded in groups"
+      return "the TPU kernel needs moments that are encoded in groups"
     if codec.group_size != LANES:
       return f"the kernel needs groups of 128, got {codec.group_size}"
   shape = stored[0].codes.shape
