@@ -50,8 +50,8 @@ def with_shape[Config: TrainConfig](config: Config) -> Config:
     return config
   if all(config.model != preset().model for preset in PRESETS.values()):
     raise ValueError(
-      f"init_from: the model's shape comes from {source / CONFIG}, got another "
-      "shape; leave the options --model.* out"
+      f"init_from: the model's shape is read from {source / CONFIG}, got "
+      "--model.* options that set another shape; leave these options out"
     )
   shape: Any = read_shape(
     source, of_text=not isinstance(config, FinetuneConfig)

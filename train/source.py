@@ -78,16 +78,16 @@ def read_shape(folder: Path, *, of_text: bool = False) -> Shape:
   """Reads a Hugging Face model's shape; `of_text` accepts only text models."""
   shape, _ = read_config(folder)
   if isinstance(shape, VisionConfig):
-    wanted = "a text-only model" if of_text else "a text model or a LLaVA"
+    wanted = "a text-only model" if of_text else "a text model or a LLaVA model"
     raise ValueError(
-      f"{folder}: expected {wanted}, got a {shape.family}, which writes no "
-      "text; pass another folder, or train an image classifier from random "
-      "weights with python -m train.vit PRESET --data FOLDER"
+      f"{folder}: expected {wanted}, got a vision tower ({shape.family}), "
+      "which writes no text; pass another folder, or train an image classifier "
+      "from random weights with python -m train.vit PRESET --data FOLDER"
     )
   if of_text and isinstance(shape, VisionLanguageConfig):
     raise ValueError(
-      f"{folder}: expected a text-only model, got a LLaVA; train it with "
-      f"python -m train.finetune {folder} --data FILES --out RUN"
+      f"{folder}: expected a text-only model, got a LLaVA model; train it "
+      f"with python -m train.finetune {folder} --data FILES --out RUN"
     )
   return shape
 
@@ -108,7 +108,7 @@ def open_source(
   if not run.is_run() and (folder / CONFIG).is_file():
     return _open_hf(folder, tokenizer, compute or "bfloat16")
   raise ValueError(
-    f"{folder}: expected a run with a checkpoint or a Hugging Face "
+    f"{folder}: expected a Hugging Face checkpoint or a run that has a "
     "checkpoint, got neither; pass the --out of a run, or a folder with "
     "config.json and safetensors"
   )
@@ -180,8 +180,8 @@ def _open_hf(folder: Path, tokenizer: str | None, compute: Compute) -> Source:
     length = _LENGTH
   if type(length) is not int or length < 1:
     raise ValueError(
-      f"{folder / CONFIG}: expected a number of tokens as {LONGEST}, got "
-      f"{str(length)[:40]}; copy the original file again"
+      f"{folder / CONFIG}: {LONGEST} must be a whole number above 0, got "
+      f"{repr(length)[:40]}; copy the original file again"
     )
 
   def load():

@@ -20,8 +20,8 @@ from jax import Array
 from coat_jax.numerics.formats import is_fp8
 
 try:
-  # With jax_remat3, a policy can keep an array that a custom gradient saves
-  # only if this function names the array.
+  # With jax_remat3, a policy can keep a custom gradient's residual only if it
+  # was named with this function.
   from jax.ad_checkpoint import checkpoint_name_fwd
 
   # `jax.custom_vjp` reads this option when our functions are defined.
@@ -42,7 +42,10 @@ def save_residual[Tree](kind: Kind, tree: Tree) -> Tree:
 
 
 def name_residual[Tree](name: str, tree: Tree) -> Tree:
-  """Names every array of `tree`; FP8 arrays as bytes (see `protect_codes`)."""
+  """Names every array of `tree`.
+
+  An FP8 array is named after a conversion to bytes (see `protect_codes`).
+  """
 
   return _map_bytes(lambda x: checkpoint_name_fwd(x, name), tree)
 
@@ -91,14 +94,14 @@ def kind_of_scope(name_stack: str) -> str | None:
 
 
 def protect_codes[Tree](residuals: Tree) -> Tree:
-  """Copies a forward pass's FP8 residuals, as bytes, into new variables.
+  """Copies FP8 residuals, so that only the backward pass reads the saved ones.
 
   With a policy, `jax.checkpoint` applies `lax.reduce_precision` to each
   floating-point array that it keeps and that the forward pass also reads. In
   JAX 0.11.2, that operation treats E4M3 as a format with infinities, so values
   of 256 and above would become NaN, in the forward pass too. It is not applied
-  to bytes, nor to arrays that only the backward pass reads. XLA removes the
-  conversions to bytes and back.
+  to bytes, nor to arrays that only the backward pass reads. So we copy the
+  residuals by converting them to bytes and back, which XLA removes.
   """
 
   return _map_bytes(lambda x: x, residuals)
@@ -109,7 +112,11 @@ def cotangent(gradient: Array, primal: Array) -> Array: ...
 @overload
 def cotangent(gradient: Array, primal: None) -> None: ...
 def cotangent(gradient: Array, primal: Array | None) -> Array | None:
-  """Reshapes and casts a gradient like its primal; None without a primal."""
+  """Reshapes and casts a gradient to match its primal.
+
+  Returns None if there is no primal.
+  """
+
   if primal is None:
     return None
   return gradient.reshape(primal.shape).astype(primal.dtype)

@@ -19,7 +19,8 @@ from tests.aot.compiling import (
 
 pytestmark = pytest.mark.aot
 
-# An image has 729 or 577 tokens, and matmuls need a multiple of 16 in total.
+# An image has 729 or 577 tokens, but FP8 matmuls need the number of tokens in
+# the batch to be a multiple of 16, so we use 16 images.
 IMAGES = 16
 OPERATIONS = {
   *("norm_input", "norm_fwd", "norm_bwd"),
@@ -55,15 +56,15 @@ def test_layer_runs_on_kernels_and_fp8_matmuls(tower):
 
 
 @pytest.mark.parametrize("tower", layer.TOWERS)
-def test_xla_only_splits_heads(tower):
-  """Checks that matmuls add biases and the residual stream."""
+def test_splitting_heads_is_the_only_large_fusion(tower):
+  """Checks that matmuls add biases and the residual stream, so XLA need not."""
   config, found = layer.TOWERS[tower], compiled(tower, recipes.coat())
   biased = [x for x in fp8_matmul_calls(found) if '"epilogue":"BIAS"' in x.text]
   assert len(biased) == 4
   assert sum('"beta":1' in x.text for x in biased) == 2
   size = IMAGES * config.num_tokens * config.d_model
   fusions = [x for x in instructions(found) if x.opcode == "fusion"]
-  # Ignore codes, which XLA pads if it sums a weight's gradient in parts.
+  # Skip FP8 arrays: XLA pads them if it sums a weight's gradient in parts.
   values = [x for x in fusions if "f8e" not in x.shape]
   passes = [x for x in values if largest(x.shape) >= size]
   assert [x.name for x in passes] == ["loop_slice_fusion"]

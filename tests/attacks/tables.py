@@ -16,7 +16,7 @@ from tests.train.runs import arguments
 RUN = "run"  # Folder of a finished run, which no call may change.
 _LONG = "9" * 400
 
-# Bad values of each kind of option.
+# Bad values for each kind of option.
 _COUNT = ("0", "-1", "1.5", "1e20", "9" * 20, "9" * 5000, "inf", "nan", "", "x")
 _POSITIVE = ("0", "-1", "inf", "-inf", "nan", "1e400", _LONG, "", "x")
 _SHARE = ("-0.1", "1.5", "inf", "nan", "1e400", "", "x")
@@ -25,7 +25,7 @@ _USER = "~nosuchuser/x"
 
 
 def _pretrain() -> Iterator[list[str]]:
-  """Yields calls of train.pretrain, in folders with and without a run."""
+  """Yields arguments of train.pretrain; some name the folder of a run."""
   counts = (
     *("steps", "batch", "accumulate", "seq", "compare-seeds", "eval-every"),
     *("eval-batches", "save-every", "keep", "activation-group-size"),

@@ -24,7 +24,7 @@ def run(*arguments):
 
 
 @pytest.mark.slow
-def test_timed_rows_state_speed_and_memory(capsys):
+def test_timing_rows_report_speed_and_memory(capsys):
   rows = run("--variants", "minimal")
   printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
   assert printed == rows
@@ -41,7 +41,7 @@ def test_timed_rows_state_speed_and_memory(capsys):
   assert full["case"]["weight_cache"] == "scale"
 
 
-def test_row_of_a_scan_states_memory_per_layer():
+def test_scan_row_reports_memory_per_layer():
   (row,) = run("--scan-memory", "--variants=bf16_nothing", "--param-dtype=f32")
   assert row["bench"] == "layer.scan"
   assert row["case"]["param_dtype"] == "float32"
@@ -49,11 +49,12 @@ def test_row_of_a_scan_states_memory_per_layer():
   assert row["units_per_layer"] == pytest.approx(1, abs=0.1)
 
 
-def test_flops_count_the_matmuls():
+def test_layer_flops_counts_matmuls():
   config = PRESETS["llama2_7b"]().model
   found = layer.layer_flops(config, batch=4, seq=2048)
   weights = 4 * 4096**2 + 3 * 4096 * 11008
-  attention = 4 * 32 * 2048**2 * 128 * 2  # A causal mask halves two matmuls.
+  # Attention has two matmuls; the causal mask halves their FLOPs.
+  attention = 4 * 32 * 2048**2 * 128 * 2
   assert found["forward"] == 2 * 8192 * weights + attention
   assert found["full"] == 6 * 8192 * weights + 3.5 * attention
 
@@ -61,7 +62,7 @@ def test_flops_count_the_matmuls():
 @pytest.mark.parametrize(
   "preset, products_in_mlp", [("gpt2", 2), ("qwen3_30b_a3b", 3 * 8)]
 )
-def test_flops_count_the_mlp_of_the_preset(preset, products_in_mlp):
+def test_layer_flops_counts_plain_mlps_and_experts(preset, products_in_mlp):
   config = PRESETS[preset]().model
   width, found = config.d_ff, layer.layer_flops(config, batch=1, seq=1024)
   wider = dataclasses.replace(config, d_ff=2 * width)
@@ -83,7 +84,7 @@ def test_each_kind_of_alternating_layers_has_a_row():
     assert row["units_per_layer"] == pytest.approx(1, abs=0.1)
 
 
-def test_kinds_of_layers_have_a_window_or_none():
+def test_kinds_of_separates_layers_with_and_without_a_window():
   config = PRESETS["gemma2_2b"]().model
   kinds = layer.kinds_of(config)
   keys = {"window": 4096 * 8192 - 4096**2 // 2, "full": 8192**2 // 2}
@@ -133,7 +134,7 @@ def test_variant_matches_the_layer_in_training():
   )
 
 
-def test_variants_differ_and_include_bf16_with_each_checkpoint():
+def test_variants_differ_and_include_bf16_with_each_checkpoint_policy():
   cases = [str(variant.case) for variant in layer.VARIANTS.values()]
   assert len(set(cases)) == len(cases)
   of_bf16 = {

@@ -12,7 +12,8 @@ from train.presets import demo
 
 STEPS = 5
 MESHES = ("fsdp=8", "data=2,fsdp=2,tensor=2")
-# On the second mesh, each device has 64 columns of q, k and v.
+# On the second mesh, each device has 64 of the 128 columns of q, k and v: one
+# whole group.
 SMALL = dataclasses.replace(
   demo(),
   model=dataclasses.replace(
@@ -23,7 +24,7 @@ SMALL = dataclasses.replace(
   seq=32,
   report_state=False,
 )
-# Computes in f32, so that only faults cause large differences.
+# Computes in f32, so that only bugs cause large differences.
 EXACT = dataclasses.replace(
   SMALL.bf16_twin(seed=0, out="exact"), compute="float32"
 )
@@ -33,7 +34,8 @@ TOKENS = np.random.default_rng(0).integers(0, 256, (8, 33), np.int32)
 class Trained:
   """Trains for a few steps, all on the same batch.
 
-  The batch is an array of tokens or a dict of arguments of `Batch.make`.
+  The batch is an array of tokens or a dict of keyword arguments for
+  `Batch.make`.
   """
 
   def __init__(self, config, rows=TOKENS):
@@ -74,7 +76,7 @@ def on(config, mesh, **options):
 
 
 def gpt2(config):
-  """Replaces the model with a GPT-2 of the same size with untied embeddings."""
+  """Makes the model a GPT-2 of the same size, but with untied embeddings."""
   model = dataclasses.replace(
     config.model, family="gpt2", max_positions=config.seq
   )

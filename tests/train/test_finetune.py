@@ -254,7 +254,7 @@ def test_vision_tower_alone_is_refused(data, tmp_path, capsys):
   out = tmp_path / "run"
   assert run("tests/data/hf/vit", data, out) == 2
   errors = " ".join(capsys.readouterr().err.split())
-  assert "expected a text model or a LLaVA, got a vit" in errors
+  assert "a text model or a LLaVA model, got a vision tower (vit)" in errors
   assert "python -m train.vit" in errors and "VisionTower" not in errors
   assert not out.exists()
 

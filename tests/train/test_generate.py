@@ -210,11 +210,11 @@ def test_folder_without_a_whole_checkpoint_is_refused(
   for folder, message in (
     (
       tmp_path / "none",
-      "expected a run with a checkpoint or a Hugging Face checkpoint",
+      "expected a Hugging Face checkpoint or a run that has a checkpoint",
     ),
     (
       tmp_path,
-      "expected a run with a checkpoint or a Hugging Face checkpoint",
+      "expected a Hugging Face checkpoint or a run that has a checkpoint",
     ),
     (copy, "are damaged: "),
     ("", "model: expected a path"),

@@ -24,9 +24,9 @@ def command(*line):
 @pytest.mark.parametrize(
   "name", ["llama", pytest.param("qwen3", marks=pytest.mark.slow)]
 )
-def test_folder_generates_the_text_of_transformers(name, tmp_path, capsys):
+def test_folder_generates_the_same_text_as_transformers(name, tmp_path, capsys):
   greedy = expected(name)["greedy"][0].tolist()
-  # The tokenizer adds the first token to the beginning of a text.
+  # The tokenizer prepends greedy[0] to each text, as its begin token.
   folder = with_tokenizer(tmp_path / "hf", name, begin=greedy[0])
   line = [folder, *F32, "--max-tokens", 16]
   assert command(*line, "--prompt", words(greedy[1:8])) == 0
@@ -89,13 +89,13 @@ def test_unreadable_folder_is_refused(tmp_path, capsys):
   check("must contain a tokenizer.json, got none")
   check("none.json, which is not a file", folder, "--tokenizer", "none.json")
   write_json(folder / "config.json", model_type="vit")
-  check("expected a text model or a LLaVA, got a vit")
+  check("expected a text model or a LLaVA model, got a vision tower (vit)")
   write_json(folder / "config.json", model_type="bert")
   check("model_type must be one of llama")
   (folder / "config.json").unlink()
-  check("expected a run with a checkpoint or a Hugging Face checkpoint")
+  check("expected a Hugging Face checkpoint or a run that has a checkpoint")
   long = with_tokenizer(tmp_path / "y", max_position_embeddings="8")
-  check("expected a number of tokens as max_position_embeddings, got 8", long)
+  check("max_position_embeddings must be a whole number above 0, got '8'", long)
   truncated = with_tokenizer(tmp_path / "z")
   (truncated / "model.safetensors").write_bytes(b"")
   check("must be a complete safetensors file", truncated)

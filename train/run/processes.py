@@ -38,14 +38,15 @@ def join() -> None:
       int(os.environ[name]) if name in os.environ else None
       for name in _VARIABLES
     )
-    # With this service, JAX would handle SIGTERM instead of `signals`.
+    # With this service, JAX would take over SIGTERM, which `signals` handles.
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(num_processes=count, process_id=index)
   except (RuntimeError, TypeError, ValueError) as error:
     raise ValueError(
       f"distributed: could not find the other processes ({error}); start them "
       "with SLURM or Open MPI, or set JAX_COORDINATOR_ADDRESS, "
-      f"{' and '.join(_VARIABLES)}; leave out --distributed for one process"
+      f"{' and '.join(_VARIABLES)}; to run a single process, leave out "
+      "--distributed"
     ) from error
 
 
@@ -80,13 +81,13 @@ def own_rows(sharding: NamedSharding | None, batch: int) -> dict[str, int]:
   bounds = [shard.indices(batch) for (shard,) in shards]
   first = min(start for start, _, _ in bounds)
   size = max(stop for _, stop, _ in bounds) - first
-  # Each process must start where the previous process ends.
+  # All parts must have the same size and start at multiples of it.
   if first % size or batch % size:
     raise ValueError(
-      "mesh: two processes must read the same sequences or disjoint sequences, "
-      f"got sequences {first} to {first + size - 1} of {batch} for process "
-      f"{jax.process_index()}; choose a tensor axis that divides the "
-      f"{jax.local_device_count()} devices of a process"
+      "mesh: any two processes must read either the same sequences or disjoint "
+      f"ones, got sequences {first} to {first + size - 1} of {batch} for "
+      f"process {jax.process_index()}; choose a tensor axis whose size divides "
+      f"the number of devices per process ({jax.local_device_count()})"
     )
   return dict(process_index=first // size, process_count=batch // size)
 
@@ -94,7 +95,7 @@ def own_rows(sharding: NamedSharding | None, batch: int) -> dict[str, int]:
 def to_devices(
   rows: np.ndarray, sharding: NamedSharding | None, batch: int
 ) -> jax.Array | np.ndarray:
-  """Joins the rows of all processes to one global array.
+  """Joins the rows of all processes into one global array.
 
   Returns `rows` unchanged if `sharding` is None.
   """

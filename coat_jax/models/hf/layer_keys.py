@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads and writes the keys of a config.json for sliding windows and RoPE.
 
-transformers 5 lists in `layer_types` which layers have a sliding window. It
-stores RoPE's base and scaling in `rope_parameters`, with one object per kind of
+In transformers 5, `layer_types` says which layers have a sliding window, and
+`rope_parameters` stores RoPE's base and scaling, with one object per kind of
 layer if RoPE differs between kinds. transformers 4 may store only
 `sliding_window_pattern`, and stores RoPE in `rope_theta`, `rope_scaling` and
 `rope_local_base_freq` (the base in layers with a window). We read both forms,
@@ -69,7 +69,7 @@ class _LayerTypes(Key):
       return {"full_every": pattern}
     count = found.get("num_hidden_layers")
     if not isinstance(types, list) or len(types) != count:
-      rule = f"a list of all {str(count)[:20]} layers"
+      rule = f"a list of {str(count)[:20]} types, one per layer"
       raise wrong(file, _LAYER_TYPES, rule, types)
     if found.get("sliding_window", 0) is None and _are_full(types):
       return {"full_every": None}
@@ -106,7 +106,8 @@ class _Rope(Key):
     share = None
     if self.has_partial and config.rotary_dim is not None:
       share = config.rotary_dim / config.head_width
-    for old in (PARTIAL, _SCALING):  # Drop the values of `like`.
+    # `found` may have the old values of a config.json that we copy.
+    for old in (PARTIAL, _SCALING):
       found.pop(old, None)
     found |= _rope_keys(config.rope_theta, config.scaling, share)
 
@@ -117,7 +118,8 @@ class _WindowRope(_Rope):
   def read(self, file: Path, key: str, found: dict) -> dict[str, Any]:
     ropes = found.get(_ROPE) or {}
     if not isinstance(ropes, dict) or ropes.keys() - _KINDS:
-      raise wrong(file, _ROPE, f"an object with {' and '.join(_KINDS)}", ropes)
+      rule = f"an object with no keys but {' and '.join(_KINDS)}"
+      raise wrong(file, _ROPE, rule, ropes)
     window, full = (ropes.get(name) or {} for name in _KINDS)
     full = _read_rope(file, found | {_ROPE: full}, 1e6)
     base = {"rope_theta": found[_WINDOW_BASE]} if _WINDOW_BASE in found else {}

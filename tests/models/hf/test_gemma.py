@@ -150,12 +150,12 @@ def test_period_of_layers_follows_from_layer_types():
   "name, keys, words",
   [
     ("gemma2", {"layer_types": [FULL, SLIDING]}, "must be sliding_attention e"),
-    ("gemma2", {"layer_types": [SLIDING]}, "must be a list of all 2 layers"),
+    ("gemma2", {"layer_types": [SLIDING]}, "must be a list of 2 types, one"),
     ("gemma2", {"layer_types": ["chunked", FULL]}, "layers in another order"),
     (
       "gemma2",
       {"layer_types": "full"},
-      "a list of all 2 layers, got full",
+      "a list of 2 types, one per layer, got full",
     ),
     ("gemma3", {"_sliding_window_pattern": 2.5}, "a whole number above 0"),
     ("gemma2", {"sliding_window": None}, "full_every needs a window for"),
@@ -171,7 +171,7 @@ def test_period_of_layers_follows_from_layer_types():
     (
       "gemma3",
       {"rope_parameters": {"rope_type": "default"}},
-      "an object with sliding_attention and full_attention",
+      "an object with no keys but sliding_attention and full_attention",
     ),
     (
       "gemma3",
