@@ -107,7 +107,7 @@ def make_ordinary_step(optimizer):
 
 
 def main() -> list[float]:
-  """Trains, prints and returns the losses."""
+  """Trains the model; prints and returns its losses."""
   optimizer = fused_coat_adamw(3e-3, b2=0.95, weight_decay=0.1)
   clip = Clipping("share", max_norm=1.0)
   params = initial_params(jax.random.key(0))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Captures the activations and gradients inside the layers of a Llama.
 
-This file implements the layer again, in f32 and with functions of the library,
+This file implements the layer again, in f32 and with the library's functions,
 so that it can return each tensor that recipes quantize. To compute the
 gradients of these tensors, it adds zeros to them and differentiates with
 respect to the zeros.
@@ -55,7 +55,7 @@ def capture(config: ModelConfig, params: Any, tokens: Array) -> LayerTensors:
   if config.family != "llama":
     raise ValueError(
       f"capture: the model must be a llama, got {config.family!r}; pass a "
-      "preset of that family"
+      "preset of the family llama"
     )
   graph = nnx.split(
     nnx.eval_shape(

@@ -67,7 +67,7 @@ def test_xla_stores_scores_of_only_one_chunk(kind, segmented, share):
   # Mosaic's kernels do not support heads of size 96, so XLA runs.
   compiled = compiled_attention(kind, segmented, heads=(B, T, N, K, 96))
   assert not custom_calls(compiled)
-  # There are also f32 sums of dk and dv, and q, dq and dout split into chunks.
+  # The rest is f32 accumulators of dk and dv, and q, dq and dout in chunks.
   others = (2 * 4 * K + 8 * N) * B * T * 96
   assert temporary_bytes(compiled) <= share * SCORES + others
   assert not [x for x in instructions(compiled) if f"{T},{T}]" in x.shape]
@@ -95,8 +95,8 @@ def test_attention_with_caps_or_segments_is_three_kernels(
   # One computes the output, one dq, and one dk and dv.
   assert custom_calls(compiled) == {"mosaic_gpu_v2": 3}
   assert not [x for x in instructions(compiled) if f"{t},{t}]" in x.shape]
-  # Temporary memory holds the output and, for each query and head, lse, lse in
-  # octaves, delta, and an intermediate value.
+  # Temporary memory holds the output and four numbers per query and head: lse,
+  # lse in base 2, delta, and an intermediate value.
   rows = b * t * n
   assert temporary_bytes(compiled) <= 2 * rows * h + 4 * 4 * rows + 2**20
 
@@ -112,7 +112,7 @@ def run_kernel(kind, name, q, k, v, dout, lse, segments):
 
 
 # Kernels mask tiles at both edges of a window; with segments, they mask every
-# tile. With a cap of 50, but not with 80, softmax needs no maximum.
+# tile. With a cap of 50, softmax subtracts no maximum; with 80, it does.
 KERNELS = [
   (head_dim, kind, segmented, name)
   for head_dim in (64, 128, 256)
@@ -126,7 +126,7 @@ KERNELS = [
 
 def compile_all(folder: str) -> None:
   """Compiles all of KERNELS; must run in a new process."""
-  # A length of 2056 is not a multiple of a tile.
+  # The length, 2056, is not a multiple of the tile size.
   b, t, n, kv_heads = 2, 2056, 8, 4
   for i, (h, kind, segmented, name) in enumerate(KERNELS):
     q, kv = (

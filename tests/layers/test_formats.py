@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests layers in number formats that a recipe allows."""
+"""Tests layers in each number format that a recipe can select."""
 
 import dataclasses
 
@@ -58,8 +58,8 @@ def test_block_in_each_format_is_close_to_bf16(block, formats):
   one_byte = {dtype for dtype in saved if dtype.itemsize == 1}
   assert one_byte == {jnp.dtype(formats.values)}
   exact = value_and_gradients(block, recipes.bf16())[:2]
-  # E5M2 has two mantissa bits, so each of several roundings in a row has an
-  # error of up to 1/8.
+  # E5M2 has two mantissa bits, so each rounding has a relative error of up to
+  # 1/8, and there are several in a row.
   most = 0.25 if formats.values == E5M2 else 0.12
   pairs = zip(*map(jax.tree.leaves, ((y, gradients), exact)), strict=True)
   for got, want in pairs:

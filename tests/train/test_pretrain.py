@@ -55,7 +55,7 @@ def test_stopped_and_killed_run_resumes_bit_for_bit(tmp_path, compiled_once):
   assert process.returncode == 143, output
   assert "pass --resume to continue" in output
   saved = RunDirectory(out).latest_step()
-  assert saved % 20, "saved where it was stopped"
+  assert saved % 20, "saved only every 20 steps, not where it was stopped"
 
   process = start(out, "--resume", environment=compiled_once)
   wait_for_step(process, out, 70)
@@ -81,7 +81,7 @@ def test_finished_run_has_table_plot_and_last_checkpoint(finished, capsys):
   assert "all 8 steps are already done" in errors
   for words in ("training loss", "held-out loss", "bytes/token/layer"):
     assert words in output
-  # Three panels of 900 x 600 points: losses, powers, errors.
+  # Three panels of 900 x 600 pixels: losses, powers, errors.
   picture = matplotlib.image.imread(finished / "plot.png")
   assert picture.shape[:2] == (600, 2700)
   assert RunDirectory(finished).latest_step() == 8
@@ -145,7 +145,7 @@ def test_bad_input_is_reported_and_changes_nothing(
 
 def test_resume_with_other_data_is_rejected(finished, tmp_path, capsys):
   text = tmp_path / "text"
-  text.write_text("Other words than those of before. " * 500)
+  text.write_text("Different words from before. " * 500)
   assert run(finished, "--resume", data__path=text) == 2
   assert "data: the fingerprint differs" in capsys.readouterr().err
 
@@ -164,7 +164,7 @@ def test_unknown_preset_is_reported_with_the_known_ones(capsys):
 
 @pytest.mark.slow
 def test_wrong_ids_found_during_training_are_reported(tmp_path, capsys):
-  # At the start, only 64 samples of 4096 ids are checked. The wrong ids are
+  # At the start, only 64 samples of 4096 ids each are checked. The wrong ids are
   # between two samples, in the first held-out window.
   ids = np.ones(2_000_000, np.uint16)
   ids[1_900_000:1_900_033] = 300

@@ -46,7 +46,7 @@ def _why_not(g, stored, groups, scalars, p=None, **_) -> str | None:
 
 @kernel(_why_not)
 def adam_update(g, stored, part, scalars, *, groups, interpret: bool = False):
-  """Computes `optimizer.adam.adam_update`; with `interpret`, on a CPU."""
+  """Computes `optimizer.adam.adam_update`; `interpret` runs it on a CPU."""
   return _run(_rule(scalars), part, g, None, stored, groups, interpret)
 
 
@@ -54,7 +54,7 @@ def adam_update(g, stored, part, scalars, *, groups, interpret: bool = False):
 def adamw_step(
   p, g, stored, part, scalars, step, *, groups, interpret: bool = False
 ):
-  """Computes `optimizer.adam.adamw_step`; with `interpret`, on a CPU."""
+  """Computes `optimizer.adam.adamw_step`; `interpret` runs it on a CPU."""
   rule = dataclasses.replace(
     _rule(scalars),
     grad_scale=step.grad_scale,

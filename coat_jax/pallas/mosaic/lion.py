@@ -32,7 +32,7 @@ def _why_not(p, g, stored, groups, **_) -> str | None:
 def lion_step(
   p, g, stored, part, scalars, step, *, groups, interpret: bool = False
 ):
-  """Computes `optimizer.lion.lion_step`; with `interpret`, on a CPU."""
+  """Computes `optimizer.lion.lion_step`; `interpret` runs it on a CPU."""
   rule = _Lion(
     **scalars._asdict(),
     grad_scale=step.grad_scale,

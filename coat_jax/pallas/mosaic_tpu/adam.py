@@ -14,7 +14,7 @@ def _why_not(g, stored, groups, part, p=None, **_) -> str | None:
 
 @kernel(_why_not)
 def adam_update(g, stored, part, scalars, *, groups, interpret: bool = False):
-  """Computes `optimizer.adam.adam_update`; with `interpret`, on a CPU."""
+  """Computes `optimizer.adam.adam_update`; `interpret` runs it on a CPU."""
   return leaf_step.run(adam, part, g, None, stored, scalars, groups, interpret)
 
 
@@ -22,7 +22,7 @@ def adam_update(g, stored, part, scalars, *, groups, interpret: bool = False):
 def adamw_step(
   p, g, stored, part, scalars, step, *, groups, interpret: bool = False
 ):
-  """Computes `optimizer.adam.adamw_step`; with `interpret`, on a CPU."""
+  """Computes `optimizer.adam.adamw_step`; `interpret` runs it on a CPU."""
   return leaf_step.run(
     adam, part, g, p, stored, (scalars, step), groups, interpret
   )

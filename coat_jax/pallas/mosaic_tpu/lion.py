@@ -16,7 +16,7 @@ def _why_not(p, g, stored, groups, part, **_) -> str | None:
 def lion_step(
   p, g, stored, part, scalars, step, *, groups, interpret: bool = False
 ):
-  """Computes `optimizer.lion.lion_step`; with `interpret`, on a CPU."""
+  """Computes `optimizer.lion.lion_step`; `interpret` runs it on a CPU."""
   return leaf_step.run(
     lion, part, g, p, stored, (scalars, step), groups, interpret
   )
