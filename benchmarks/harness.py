@@ -131,7 +131,7 @@ def device_name() -> str:
 
 
 def emit(bench: str, case: dict, **values) -> dict:
-  """Prints one row and returns it; rounds floats to six digits."""
+  """Prints one row and returns it; rounds floats to 6 significant digits."""
   row = {
     "bench": bench,
     "case": case,
@@ -167,7 +167,8 @@ class _Calls:
     if donate:
       self._check(results, args)
     # Keep each result until the same copy of the arguments is used again.
-    # Otherwise, the next call could reuse the result's memory, which is cached.
+    # Otherwise, the next call could reuse the result's memory while it is in
+    # the cache.
     size = _num_bytes(args) + _num_bytes(results)
     turns = min(math.ceil(_CACHE_BYTES / max(size, 1)), _MOST_CALLS)
     copies = [jax.tree.map(jnp.copy, args) for _ in range(turns - 1)]

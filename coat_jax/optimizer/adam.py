@@ -121,12 +121,12 @@ def adam(
 
 
 def frozen_second() -> dict[str, Array]:
-  """Returns decay rates with which `adam` keeps the second moment."""
+  """Returns decay rates with which `adam` does not change the second moment."""
   return dict(b2=jnp.float32(1), one_minus_b2=jnp.float32(0))
 
 
 def add_means(old: Encoded, means: Sequence[Array], scalars: Any) -> Encoded:
-  """Adds the means of the rows and columns of g^2 to a factored moment."""
+  """Updates a factored moment with the means of rows and columns of g^2."""
   codes, *old_means = old
   return Encoded(
     codes,
@@ -147,8 +147,8 @@ def _update_factored(
 ) -> tuple[Stored, AdamScalars]:
   """Updates a factored second moment before the step, as Adafactor does.
 
-  Returns the moments and scalars for the step, which then only reads it. Other
-  moments are returned unchanged.
+  Returns the moments, and scalars with which the step only reads the second
+  one. Moments that are not factored are returned unchanged.
   """
   if not is_factored(groups):
     return stored, scalars
@@ -172,7 +172,7 @@ def adam_update(
   *,
   groups: GroupCodecs,
 ) -> tuple[Array, Stored]:
-  """Returns Adam's update of a leaf and its new moments (`step.update_of`)."""
+  """Returns Adam's update of a leaf and its new moments; see `update_of`."""
   stored, scalars = _update_factored(
     g, stored, part.layer, scalars, None, groups
   )
@@ -190,7 +190,7 @@ def adamw_step(
   *,
   groups: GroupCodecs,
 ) -> tuple[Weight, Stored]:
-  """Applies AdamW to a leaf, or to a layer of a stacked leaf, by `step_of`."""
+  """Applies AdamW to a leaf, or to one layer of it; see `step.step_of`."""
   stored, scalars = _update_factored(
     g, stored, part.layer, scalars, step.grad_scale, groups
   )

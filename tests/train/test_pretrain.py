@@ -164,8 +164,8 @@ def test_unknown_preset_is_reported_with_the_known_ones(capsys):
 
 @pytest.mark.slow
 def test_wrong_ids_found_during_training_are_reported(tmp_path, capsys):
-  # At the start, only 64 samples of 4096 ids each are checked. The wrong ids are
-  # between two samples, in the first held-out window.
+  # At the start, only 64 samples of 4096 ids each are checked. The wrong ids
+  # are between two samples, in the first held-out window.
   ids = np.ones(2_000_000, np.uint16)
   ids[1_900_000:1_900_033] = 300
   ids.tofile(tmp_path / "ids")

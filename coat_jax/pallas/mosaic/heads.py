@@ -2,7 +2,7 @@
 """Rotates, joins and quantizes dq, dk and dv: `ops.join_heads_operand`.
 
 The backward pass of attention returns dq, dk and dv, each split into heads. The
-next matmul reads one matrix, rotated back (RoPE) and quantized. The first
+next matmul reads them as one matrix, with RoPE undone, and quantized. The first
 kernel computes the matrix as `ops.join_heads` does, but writes only each tile's
 largest magnitude, from which `scales` computes the scale. The last kernel
 computes the matrix again, and writes it in the row and the column layout. For
@@ -60,7 +60,7 @@ def _why_not_angles(b: int, t: int, cos, sin) -> str | None:
   pairs = cos.shape[-1]
   if pairs % row_ptx.VECTOR:
     return (
-      "the Mosaic kernel rotates a multiple of 8 pairs of channels, got "
+      "the Mosaic kernel needs a multiple of 8 rotated pairs of channels, got "
       f"{pairs}"
     )
   for x in (cos, sin):
@@ -105,7 +105,7 @@ def join_heads_operand(
     name="join_heads_amax",
   )
   scale, read = scales.bits_to_shared_scale(bits, gradient, interpret)
-  # On an H100, low tiles are 11 % faster with rotation and 2 % slower without.
+  # On an H100, short tiles are 11 % faster with rotation, 2 % slower without.
   height = rows.LOW if pairs else rows.tile_height(m)
   grid = rows.grid_of_tiles(m, width, height)
   in_rows, columns, sums = rows.run(

@@ -111,7 +111,7 @@ def norm_bwd(
 
 
 def _sums(n: int, size: int, count: int) -> list:
-  """Returns the types of shared memory for `count` sums over rows."""
+  """Returns the types of the scratch arrays for `count` sums over rows."""
   shapes = [(part.count, size) for part in whole_rows.row_parts(n, size)]
   return count * [plgpu.SMEM(shape, jnp.float32) for shape in shapes]
 

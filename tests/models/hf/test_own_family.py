@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests adding a family from another package: a row in each of three tables."""
+"""Tests that another package can add a family, with a row in three tables."""
 
 import jax.numpy as jnp
 import numpy as np
