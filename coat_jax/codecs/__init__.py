@@ -68,12 +68,12 @@ def coat(
     rounding: "stochastic", or "nearest" as in the authors' code. With
       "nearest", second moments freeze if b2 is 0.99 or more.
     second: format of the second moment; the first moment is always in E4M3.
-      "factored" stores only the means of the rows and columns of tiles of
-      256 x 128 values, as Adafactor does for whole matrices.
+      "factored" stores only the means of rows and columns, as Adafactor does,
+      but for tiles of 192 or more rows and 128 columns.
 
   Returns:
     A codec that stores 2 + 10 / group_size bytes per parameter. With
-    second="factored", it stores 1.05 + 5 / group_size bytes per parameter.
+    second="factored", it stores about 1.05 + 5 / group_size bytes.
 
   Raises:
     TypeError, ValueError: an argument has the wrong type or value.

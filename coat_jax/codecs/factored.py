@@ -11,15 +11,15 @@ from jax import Array
 from coat_jax.codecs.group import Encoded, Plain, divided
 
 TILE_COLUMNS = 128
-# The least number of rows of a tile. Its number of rows is a multiple of the
-# second, which kernels need.
+# If there are several tiles along rows, each has at least the first number of
+# rows, and a multiple of the second, which kernels need.
 _LEAST_ROWS, _ROW_MULTIPLE = 192, 8
 # A leaf is factored only if its rows and its columns are at least this long.
 _SHORTEST = 8
 # Layers may be stacked along the first of three or more axes if it is shorter.
 _MOST_LAYERS = 128
 _PLAIN = Plain("float32")
-LARGEST = float(jnp.finfo(jnp.float32).max)
+_LARGEST = float(jnp.finfo(jnp.float32).max)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,9 +31,10 @@ class Factored:
   along the longest other one. Of three or more axes, the first counts only if
   it has at least 128 values, because layers may be stacked along a shorter one.
 
-  A tile has 128 columns. The number of tiles along rows is a power of two, so
-  that devices rarely split a tile. It is the largest one for which tiles have
-  equal sizes, of at least 192 rows and a multiple of 8.
+  A tile has 128 columns, or fewer at the end of a row. The number of tiles
+  along rows is a power of two, so that devices rarely split a tile. It is the
+  largest one for which tiles have equally many rows, at least 192 and a
+  multiple of 8, or else 1.
 
   `Encoded.amax` contains the means of each row of a tile, [..., R, ...,
   ceil(n / 128)], and `range` those of each column, [..., tiles, ..., n].
@@ -89,7 +90,7 @@ def spread_over_rows(columns: Array, row: int, n: int) -> Array:
 
 def product(rows: Array, columns: Array) -> Array:
   """Multiplies `factors`; the largest f32 replaces infinity."""
-  return jnp.minimum(rows * columns, LARGEST)
+  return jnp.minimum(rows * columns, _LARGEST)
 
 
 def means(x: Array, row: int, tiles: int) -> tuple[Array, Array]:
@@ -155,5 +156,5 @@ def _spread(x: Array, axis: int, n: int, size: int) -> Array:
   before, groups, after = x.shape[:axis], x.shape[axis], x.shape[axis + 1 :]
   x = jnp.expand_dims(x, axis + 1)
   x = jnp.broadcast_to(x, (*before, groups, min(n, size), *after))
-  x = x.reshape(*before, -1, *after)
+  x = x.reshape(*before, groups * min(n, size), *after)
   return jax.lax.slice_in_dim(x, 0, n, axis=axis)

@@ -153,7 +153,7 @@ class Op[R]:
       return (
         f"{self.name}: with several devices, {implementation} can run only "
         "inside jax.shard_map, which layers use if recipe.axes is given, and "
-        "optimizers if shardings are given and split no groups of moments"
+        "optimizers if shardings are given and split no groups or tiles"
       )
     if _platform_of(implementation) == "cuda":
       reason = why_not_before(OLDEST, "a kernel")

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from coat_jax.codecs import factored
-from coat_jax.codecs.factored import Factored
+from coat_jax.codecs.factored import TILE_COLUMNS, Factored
 from coat_jax.codecs.fp8 import BoundedFP8, ExpandedFP8
 from coat_jax.codecs.group import Encoded, Grouped, magnitude_of, share
 from coat_jax.numerics.formats import E4M3
@@ -37,8 +37,13 @@ _MAGNITUDES = 128  # The number of codes without a sign; the last is NaN.
 
 
 def can_run(groups: Sequence[Any], shape: tuple[int, ...]) -> bool:
-  """Returns whether all codecs have groups of one size that divides a row."""
+  """Returns whether all codecs have groups of one size that divides a row.
+
+  The tiles of a factored second moment count as groups.
+  """
   sizes = {getattr(x, "group_size", None) for x in groups}
+  if groups[1:] == (Factored(),):
+    sizes, groups = sizes - {None} | {TILE_COLUMNS}, groups[:1]
   return (
     all(isinstance(x, Grouped) for x in groups)
     and len(sizes) == 1

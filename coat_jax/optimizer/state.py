@@ -144,7 +144,7 @@ def zero_moment(
 def splits_groups(
   sharding: Sharding, shape: tuple[int, ...], codec: GroupCodec
 ) -> bool:
-  """Returns whether devices would split a group, or the values of one mean."""
+  """Returns whether devices would split a group or a tile of a moment."""
   if not shape:
     return False
   if isinstance(codec, Factored):

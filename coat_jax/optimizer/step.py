@@ -97,8 +97,8 @@ def _spec_of(encoded: Encoded) -> P:
   """Returns the spec of the leaf that was encoded."""
   if encoded.codes.ndim:
     return mesh.spec_of(encoded.codes)
-  # A factored moment has no codes. Its means of rows and its means of columns
-  # are sharded like the leaf, except along an axis of size 1.
+  # A factored moment has no codes. Its means are sharded like the leaf, except
+  # along axes that devices cannot split.
   specs = map(mesh.spec_of, (encoded.amax, encoded.range))
   return P(*(row or column for row, column in zip(*specs, strict=True)))
 
@@ -234,7 +234,7 @@ def _computed(compute, finish, arrays, stored, part, groups):
   run, grouped, kept = passes.run, groups, ()
   if is_factored(groups):
     run, grouped, kept = passes.run_factored, groups[:1], stored[1:]
-  if on_gpu and not explicit and passes.can_run(grouped, shape):
+  if on_gpu and not explicit and passes.can_run(groups, shape):
     noise = [noise_of(x, i, part, shape) for i, x in enumerate(grouped)]
     finished, new = run(groups, compute, finish, arrays, stored, noise)
   else:
@@ -284,7 +284,7 @@ class Leaves:
     """Returns `run(*arrays, stored, part, *scalars, groups=...)` for leaf i.
 
     With `layer`, all `arrays` but the first contain only this layer, [1, ...].
-    XLA partitions the step if the leaf's sharding is unknown or splits groups.
+    XLA partitions the step if the sharding is unknown or splits groups.
     """
     groups, sharding = self._codecs[i], self._shardings[i]
     run = functools.partial(run, groups=groups)
@@ -298,9 +298,8 @@ class Leaves:
         f"leaf {list(whole)} whose means all layers share; leave it out with "
         "quantize_mask"
       )
-    spec, where = P(), None
-    if sharding is not None:
-      spec, where = sharding.spec, sharding.mesh
+    spec = P() if sharding is None else sharding.spec
+    where = None if sharding is None else sharding.mesh
     if sharding is None or any(
       splits_groups(sharding, whole, group) for group in groups
     ):
@@ -320,10 +319,7 @@ class Leaves:
 
     return mesh.run_on_shards(
       local,
-      arrays,
-      stored,
-      part,
-      scalars,
+      *(arrays, stored, part, scalars),
       in_specs=(spec, of_stored, P(), P()),
       out_specs=(spec, of_stored),
       mesh=where,

@@ -155,6 +155,11 @@ def test_zeros_returns_the_encoding_of_a_zero_array(shape):
     np.testing.assert_array_equal(a, b)
 
 
+def test_leaf_without_values_is_decoded():
+  encoded = CODEC.encode(jnp.zeros((0, 64, 96)), None)
+  assert CODEC.decode(encoded).shape == (0, 64, 96)
+
+
 def test_coat_accepts_factored_second_moments():
   codec = codecs.build("coat", second="factored")
   assert codec.mu == codecs.coat().mu and codec.nu == CODEC

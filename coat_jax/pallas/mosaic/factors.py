@@ -28,10 +28,8 @@ class Sizes(NamedTuple):
   def of(cls, nu: Encoded) -> "Sizes":
     """Returns the sizes of a factored moment."""
     _, rows, columns = nu
-    shape, row = (
-      factored.shape_of(rows, columns),
-      factored.row_of(rows, columns),
-    )
+    shape = factored.shape_of(rows, columns)
+    row = factored.row_of(rows, columns)
     height = shape[row] // columns.shape[row]
     return cls(height, math.prod(shape[row + 1 :]) // GROUP_SIZE)
 

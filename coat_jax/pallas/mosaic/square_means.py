@@ -15,6 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from coat_jax.codecs.group import Encoded
 from coat_jax.numerics.formats import with_finite_square
+from coat_jax.numerics.qtensor import num_groups
 from coat_jax.pallas.mosaic import registers
 from coat_jax.pallas.mosaic.factors import Sizes
 from coat_jax.pallas.mosaic.ptx import GROUP_SIZE, LAYOUT, ROWS, TILE
@@ -33,19 +34,24 @@ def run(
   sizes, count = Sizes.of(like), g.size // (GROUP_SIZE * ROWS)
   turns = sizes.rows // sizes.period_rows
   most = max(1, min(_MOST_TILES, count // _LEAST_PROGRAMS))
-  tiles = max(i for i in range(1, most + 1) if turns % i == 0)
+  chunks = num_groups(turns, most)
+  tiles = num_groups(turns, chunks)
   scale = None if grad_scale is None else grad_scale[None]
   rows, parts = _means(
     g.reshape(-1, GROUP_SIZE), scale, sizes, tiles, interpret
   )
-  parts = parts.reshape(-1, sizes.rows // tiles, sizes.columns * GROUP_SIZE)
+  parts = parts.reshape(
+    -1, chunks * sizes.period_rows, sizes.columns * GROUP_SIZE
+  )
   columns = jnp.sum(parts, axis=1)
   return rows.reshape(like.amax.shape), columns.reshape(like.range.shape)
 
 
 @functools.partial(jax.jit, static_argnames=("sizes", "tiles", "interpret"))
 def _means(g, scale, sizes: Sizes, tiles: int, interpret: bool):
-  programs = g.shape[0] // (ROWS * tiles)
+  chunks = num_groups(sizes.rows // sizes.period_rows, tiles)
+  strips = g.shape[0] // (sizes.rows * sizes.columns)
+  programs = strips * chunks * (sizes.period // ROWS)
   out = (g.shape[0],), (programs * ROWS, GROUP_SIZE)
   return plgpu.kernel(
     functools.partial(
@@ -68,8 +74,13 @@ def _kernel(g_gmem, *gmem, sizes: Sizes, tiles: int, on: Instructions) -> None:
   """
   *scale_gmem, means_gmem, columns_gmem = gmem
   program = lax.axis_index("program")
-  turn, tile = divmod(program, sizes.period // ROWS)
-  first = turn * tiles * sizes.period + tile * ROWS
+  chunk, tile = divmod(program, sizes.period // ROWS)
+  turns = sizes.rows // sizes.period_rows
+  strip, chunk = divmod(chunk, num_groups(turns, tiles))
+  first = (strip * turns + chunk * tiles) * sizes.period + tile * ROWS
+  count = tiles
+  if turns % tiles:  # A strip's last program has fewer tiles.
+    count = jnp.minimum(tiles, turns - chunk * tiles)
 
   def add(i, total):
     start = first + i * sizes.period
@@ -83,5 +94,5 @@ def _kernel(g_gmem, *gmem, sizes: Sizes, tiles: int, on: Instructions) -> None:
     return total + g * g * (1 / sizes.rows)
 
   zeros = plgpu.layout_cast(jnp.zeros(TILE, jnp.float32), LAYOUT)
-  total = lax.fori_loop(0, tiles, add, zeros)
+  total = lax.fori_loop(0, count, add, zeros)
   registers.store(columns_gmem, program * ROWS, total)

@@ -21,10 +21,14 @@ NEAREST = codecs.coat(second="factored", rounding="nearest")
 SHAPES = (400, 384), (2, 64, 2, 128), (2, 512, 128)
 
 
-@pytest.fixture(autouse=True)
-def many_tiles(monkeypatch):
-  """Lets a program process as many tiles as it would with large arrays."""
+@pytest.fixture(autouse=True, params=[32, 6])
+def many_tiles(monkeypatch, request):
+  """Lets programs process as many tiles as with large arrays.
+
+  With 6, several programs share a strip; the last one may have fewer tiles.
+  """
   monkeypatch.setattr(square_means, "_LEAST_PROGRAMS", 1)
+  monkeypatch.setattr(square_means, "_MOST_TILES", request.param)
 
 
 def compare(codec, dtype, shape, *, interpret, **part):
@@ -62,7 +66,7 @@ def test_interpreted_kernel_matches_definition(codec, dtype, shape):
 
 def test_interpreted_kernel_updates_one_layer():
   part = dict(layer=jnp.int32(1), grad_scale=0.5)
-  compare(NEAREST, jnp.float32, SHAPES[1], interpret=True, **part)
+  compare(NEAREST, jnp.float32, SHAPES[2], interpret=True, **part)
 
 
 def test_factors_of_huge_moments_stay_finite():
