@@ -76,7 +76,7 @@ def pytest_runtest_setup(item):
 
 
 def pytest_runtest_teardown(item, nextitem):
-  """Drops compiled programs between test files, before there are too many."""
+  """Drops compiled programs if they take too many memory mappings of Linux."""
   if nextitem is not None and nextitem.path == item.path:
     return
   if platform.system() == "Linux" and _mappings() > MAPPINGS:

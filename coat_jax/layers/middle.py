@@ -16,9 +16,9 @@ class MiddleOutput(NamedTuple):
   Attributes:
     operand: the second matmul's operand, in row layout.
     saved: values for the backward pass, each passed through `save_residual`.
-    after: an array that must be computed before the second weight's FP8 values
-      are gathered; None for the scale of the first matmul's operand. It has an
-      effect only on a mesh, if the weight's scale is cached.
+    after: the second weight's FP8 values are gathered after this array is
+      computed; if None, after the scale of the first matmul's operand. Used
+      only on a mesh, if the weight's scale is cached.
   """
 
   operand: Operand
@@ -33,8 +33,8 @@ class MiddleGradient(NamedTuple):
     h: gradient of the middle's input, as `gradient_operand` returns it.
     operand: the second matmul's operand in column layout; None if
       `Middle.columns` returned it.
-    values: the gradient of h before quantization, [..., F], or its f32 sum over
-      the device's tokens, [F]; may be None without `has_bias`.
+    values: the middle's input gradient, not quantized, [..., F], or its f32 sum
+      over the device's tokens, [F]; may be None without `has_bias`.
     weights: gradients of the middle's weights.
   """
 
@@ -62,7 +62,7 @@ class Middle(abc.ABC):
   ) -> Array:
     """Computes the second matmul's input from h [..., *F], in h's dtype.
 
-    It runs for recipes with nonlinear="bf16".
+    Used for recipes with nonlinear="bf16".
     """
 
   @abc.abstractmethod
@@ -90,8 +90,8 @@ class Middle(abc.ABC):
   ) -> MiddleGradient:
     """Computes the gradient of h from dout, the gradient of the operand.
 
-    `saved` comes from `forward`. With `has_bias`, the block computes the front
-    bias's gradient from `MiddleGradient.values`.
+    `saved` comes from `forward`. With `has_bias`, the block computes the
+    gradient of the first matmul's bias from `MiddleGradient.values`.
     """
 
   def specs(self, axes: MeshAxes, weights: Any, inputs: Any) -> tuple[Any, Any]:

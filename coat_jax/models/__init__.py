@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decoders, vision towers and vision-language models, made of COAT's layers.
 
-`ModelConfig` describes the shape of a decoder, including its family, which is a
-row of `FAMILIES`. `VisionConfig` describes the shape of a vision tower.
+`ModelConfig` describes a decoder: its sizes, and its family, which is an entry
+of `FAMILIES`. `VisionConfig` describes a vision tower.
 `load_hf` and `save_hf` read and write Hugging Face checkpoints.
 """
 

@@ -31,7 +31,7 @@ def test_rows_state_speed_and_error(capsys):
   assert 0.001 < errors[0] < 0.003 and errors[1] == 0
 
 
-def test_wrong_tile_exits_with_2(capsys):
+def test_unknown_tile_exits_with_2(capsys):
   with pytest.raises(SystemExit) as stopped:
     block_products.main(["--tiles", "wide"])
   assert stopped.value.code == 2

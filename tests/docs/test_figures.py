@@ -66,7 +66,7 @@ _BEST = {"optax.adamw": "xla"}
 
 
 def peer(bench, implementation, **case):
-  """Returns the only row of another library with these values."""
+  """Returns the only row of peers.jsonl with these values in its case."""
   (row,) = (
     row
     for row in measured("peers")
@@ -77,7 +77,7 @@ def peer(bench, implementation, **case):
 
 
 def steps_on_one_gpu():
-  """Returns rows of whole steps on one GPU by preset and variant."""
+  """Maps (preset, variant) to the row of its training step on one GPU."""
   return {
     (row["case"]["preset"], row["case"]["variant"]): row
     for row in measured("training")
@@ -88,7 +88,7 @@ def steps_on_one_gpu():
 @pytest.mark.parametrize(
   ("page", "lines"), [("README.md", 3), ("docs/index.md", 6)]
 )
-def test_headline_equals_the_rows(page, lines):
+def test_headline_shows_the_measured_figures(page, lines):
   before_table = (ROOT / page).read_text().partition("| one H200")[0]
   rows = layer_rows()
   layers = [
@@ -118,7 +118,7 @@ def test_headline_equals_the_rows(page, lines):
       round(adamw["median_ms"], 2),
       round(ms["coat", "stochastic", "float32"], 2),
     ],
-    # tests/benchmarks/test_memory.py bounds the bytes of f32 and of COAT.
+    # tests/benchmarks/test_memory.py checks the bytes of f32 and COAT states.
     [8, round(adamw["state_bytes"], 2), 2.08],
     [round(steps[0]["median_ms"]), None, round(steps[1]["median_ms"])],
     [

@@ -117,7 +117,7 @@ def test_layers_of_one_kind_need_no_switch():
 
 
 @pytest.mark.slow
-def test_layers_may_differ_only_in_rope():
+def test_layers_may_differ_in_rope_alone():
   recipe = recipes.bf16()
   m = build(0, recipe, rope_theta=(1e4, None))
   x = arrays(1)[0]

@@ -33,7 +33,7 @@ class Layer(nnx.Module):
 
 
 def stack(recipe, depth=2):
-  """Returns run(params, x), which scans over layers, and params."""
+  """Returns (run, params), where run(params, x) scans over layers."""
 
   @nnx.split_rngs(splits=depth)
   @nnx.vmap

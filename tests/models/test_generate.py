@@ -104,7 +104,7 @@ def test_batched_prompts_match_single_prompts_without_a_cache(small):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma2", "gemma3"])
-def test_tokens_of_alternating_layers_match_those_without_a_cache(name):
+def test_tokens_with_alternating_layers_match_those_without_a_cache(name):
   model = build(CONFIGS[name], recipes.coat())
   run = without_cache(build(CONFIGS[name], recipes.bf16()))
   together = generate(model, PROMPTS, max_new_tokens=9)
@@ -162,7 +162,7 @@ def test_other_calls_reuse_compiled_programs(small):
   assert compiled() == [n + 1 for n in before]
 
 
-def test_cache_size_changes_no_token(small):
+def test_cache_size_does_not_change_tokens(small):
   want = generate(small, PROMPTS, max_new_tokens=9)
   assert generate(small, PROMPTS, max_new_tokens=9, cache_size=40) == want
 

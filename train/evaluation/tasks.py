@@ -2,7 +2,7 @@
 """Runs tasks of lm-evaluation-harness, from its package or from a folder.
 
 Nothing is downloaded: a task fails if its data are not on this machine. The
-extra `eval` must be installed.
+module requires the extra `eval`.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ class Tasks:
       from lm_eval import tasks  # noqa: F401
     except ModuleNotFoundError as error:
       raise ValueError(
-        f"evaluate: --task needs the extra eval, got no module {error.name}; "
+        f"evaluate: --task needs the extra 'eval', got no module {error.name}; "
         "pip install '.[eval]', or measure perplexity with --data"
       ) from error
     self._manager = self._find()
@@ -81,7 +81,7 @@ class Tasks:
     known = manager.all_tasks if manager is not None else []
     near = difflib.get_close_matches(unknown[0], known, n=3)
     raise ValueError(
-      f"evaluate: --task must be a task of lm_eval or of --task-dir, got "
+      f"evaluate: --task must name a task in lm_eval or in --task-dir, got "
       f"{unknown[0]}; "
       + (f"did you mean {' or '.join(near)}?" if near else "check its name")
     )

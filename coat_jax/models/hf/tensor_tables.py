@@ -31,7 +31,7 @@ _LLAMA: Table = {
 _NORMS_OF_QK: Table = {
   f"layers/attention/{x}_norm": f"{_LAYER}self_attn.{x}_norm" for x in "qk"
 }
-# OLMo 2 has norms after its blocks; Gemma has norms before and after them.
+# OLMo 2 has norms after attention and MLP, and Gemma before and after each.
 _POST_NORMS: Table = {
   "layers/attention/post_norm": _LAYER + "post_attention_layernorm",
   "layers/mlp/post_norm": _LAYER + "post_feedforward_layernorm",
@@ -94,7 +94,7 @@ _CLIP: Table = {
 
 
 def _vit(config: VisionConfig) -> Table:
-  """Returns ViT's table; classifiers add `vit.` to all names but the head's."""
+  """Returns ViT's table; in classifiers, all but the head begin with `vit.`."""
   start, pool = "vit.", "classifier"
   if config.num_classes is None:
     start, pool = "", "pooler.dense"
@@ -132,8 +132,8 @@ TENSORS: dict[str, Table | Callable[[Any], Table]] = {
   "clip_vision": _CLIP,
   "siglip_vision": _CLIP,
 }
-# Families whose linear layers store [inputs, outputs], as ours do. All others
-# store [outputs, inputs].
+# Families whose checkpoints store weights as [inputs, outputs], as we do. All
+# others store [outputs, inputs].
 INPUTS_FIRST = {"gpt2"}
 # Shapes of tensors that have more axes than their parameters; a string is the
 # name of an attribute of the configuration.
