@@ -321,7 +321,7 @@ def test_table_of_fused_steps_equals_the_rows():
     )
   ]
   text = (DOCS / "optimizer.md").read_text()
-  assert table(text, "One step of 2^28 parameters on one H200") == want
+  assert table(text, "one step over 2^28 parameters on one H200") == want
 
 
 def test_table_of_saved_residuals_equals_the_counts():
