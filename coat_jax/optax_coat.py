@@ -65,8 +65,8 @@ def coat_adamw(
     eps: added to the denominator, outside the square root.
     eps_root: added to the second moment, inside the square root.
     weight_decay: a number or a schedule; multiplied by the learning rate.
-    mask: a tree of bools that selects the weights that decay, or a function
-      that computes such a tree from the parameters.
+    mask: a tree of bools that selects the parameters to which weight decay
+      applies, or a function that computes such a tree from the parameters.
     nesterov: whether to use Nesterov momentum.
     codec: determines how the moments are stored (format, group size, ...). The
       functions of `codecs` return codecs.
@@ -81,8 +81,8 @@ def coat_adamw(
       kernel, "xla" for plain JAX; None for a kernel wherever one supports the
       leaf and the platform.
     shardings: on a mesh of automatic axes, the parameters' shardings, a tree of
-      `NamedSharding`s. The kernel then runs on each device's shard. With None,
-      XLA partitions the step, and no kernel runs on several devices. On
+      `NamedSharding`s. The kernel then runs on each device's shard. If None,
+      XLA partitions the step, which runs in plain JAX on several devices. On
       explicit axes leave `shardings` out: arrays' types contain them.
 
   Returns:
@@ -129,7 +129,7 @@ def apply_updates(
   step: ArrayLike,
   seed: ArrayLike = 0,
 ) -> optax.Params:
-  """Applies updates like optax, without losing small ones to bf16 rounding.
+  """Applies updates like optax, but does not lose small ones in bf16 rounding.
 
   A bf16 value has 8 significant bits. Most updates are below 1/512 of their
   parameter, and so would vanish if the sum were rounded to nearest. We compute
@@ -140,8 +140,8 @@ def apply_updates(
     params: tree of parameters.
     updates: tree of the same structure, preferably in f32.
     step: number of this step, such as the state's `count`.
-    seed: seed of the random words. They are uncorrelated with the words of the
-      moments, even for the same seed and step.
+    seed: seed of the random words. They are uncorrelated with those that round
+      the moments, even for the same seed and step.
 
   Returns:
     The new parameters, in the same dtypes.

@@ -28,7 +28,7 @@ def one(rows: Rows, bench: str, **case: Any) -> dict:
   if len(found) != 1:
     raise ValueError(
       f"quantization: expected exactly one row of {bench} with {case}, got "
-      f"{len(found)}; run the command `run` again"
+      f"{len(found)}; repeat python -m studies.quantization run"
     )
   return found[0]
 
@@ -52,17 +52,19 @@ def _pairs(rows: Rows) -> str:
     found = [one(of_group, "moments", first=first, second=x) for x in names]
     lines.append([first, *(digits(x["update_error"]) for x in found)])
   found = [one(of_group, "moments", first=x, second=x) for x in names]
-  lines.append(["v that became 0", *(_share(x["zeroed_nu"]) for x in found)])
+  lines.append(
+    ["share of v that became 0", *(_share(x["zeroed_nu"]) for x in found)]
+  )
   kept = [digits(x["kept_error"]) for x in found]
   lines.append(
-    ["m and v in the column's format, without values whose v became 0", *kept]
+    ["m and v in the column's format, leaving out v that became 0", *kept]
   )
   return _markdown(["first \\ second", *names], lines)
 
 
 def _codecs(rows: Rows) -> str:
   header = ["codec", "rounding", "bytes/parameter", "m", "v", "m / (√v + ε)"]
-  header += ["next update", "largest update", "v that became 0"]
+  header += ["next update", "largest update", "share of v that became 0"]
   lines = []
   for row in select(rows, "codecs"):
     case, second = row["case"], row["case"].get("second")

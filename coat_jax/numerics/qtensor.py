@@ -108,7 +108,7 @@ def join_groups(x: Array, n: int) -> Array:
 
 
 def group_amax(x: Float[Array, "*b n"], group_size: int) -> Array:
-  """Returns each group's largest magnitude, f32 [..., groups]; keeps NaN."""
+  """Returns each group's largest magnitude, f32 [..., groups], or NaN."""
   bits = _magnitude_bits(split_groups(x, group_size))
   return jax.lax.bitcast_convert_type(jnp.max(bits, axis=-1), jnp.float32)
 
@@ -146,7 +146,7 @@ def amax_to_scale(
   """Returns the scale of a group from its amax: amax * float32(1 / qmax).
 
   A division by qmax would give different scales on different devices, because
-  only some compilers replace it by this multiplication. The scale is at least
+  only some compilers replace it with this multiplication. The scale is at least
   f32's smallest normal number. A group of zeros has scale 1. A bfloat16 scale
   is rounded up.
   """

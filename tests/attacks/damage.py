@@ -70,7 +70,7 @@ def damages_of_file(name: str, rng: random.Random) -> Iterator[Case]:
   yield "removed", replaced(lambda file, aside: None)
   yield "a folder", replaced(lambda file, aside: file.mkdir())
   yield (
-    "a link to its copy",
+    "moved, with a link in its place",
     replaced(lambda file, aside: file.symlink_to(aside)),
   )
   yield (
@@ -104,7 +104,7 @@ def damages_of_files(path: Path, rng: random.Random) -> Iterator[Case]:
     )
     if (path / BEFORE / name).exists():
       yield (
-        f"{name}: that of step {BEFORE}",
+        f"{name}: replaced by that of step {BEFORE}",
         lambda path, name=name: shutil.copy(
           path / BEFORE / name, path / NEWEST / name
         ),
@@ -115,7 +115,7 @@ def damages_of_checkpoints() -> Iterator[Case]:
   """Yields ways to damage whole checkpoints."""
   for name in ("15", "5", "000008", "8.bak", "08"):
     yield (
-      f"renamed {name}",
+      f"renamed to {name}",
       lambda path, name=name: (path / NEWEST).rename(path / name),
     )
   yield (
@@ -129,7 +129,7 @@ def damages_of_checkpoints() -> Iterator[Case]:
       lambda path, item=item: shutil.rmtree(path / NEWEST / item),
     )
     yield (
-      f"{item} of step {BEFORE}",
+      f"{item} exchanged with that of step {BEFORE}",
       lambda path, item=item: exchange(
         path / BEFORE / item, path / NEWEST / item
       ),

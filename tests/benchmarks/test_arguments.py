@@ -24,7 +24,7 @@ def timing_nothing(monkeypatch):
   """Fails if something is timed, trained or started."""
 
   def fail(*_, **__):
-    raise AssertionError("begun before the arguments were checked")
+    raise AssertionError("work began before the arguments were checked")
 
   for module, name in (
     (optimizer, "copy_bandwidth"),
@@ -84,7 +84,7 @@ def test_hbm_must_fit_the_gpu(found, hbm, words, monkeypatch, capsys):
   assert words in refused(training.main, ["--hbm", hbm], capsys)
 
 
-def test_wrong_arguments_stop_before_the_next_variant(
+def test_no_variant_runs_after_wrong_arguments(
   monkeypatch,
 ):
   calls = []
@@ -119,7 +119,7 @@ def test_mesh_that_does_not_use_all_devices_is_refused(capsys):
     (aot.CompilerMissing("install it"), 2, "error: install it"),
   ],
 )
-def test_missing_memory_and_compilers_exit_with_a_message(
+def test_lack_of_memory_or_a_compiler_exits_with_a_message(
   error, status, words, capsys
 ):
   @command

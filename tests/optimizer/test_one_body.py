@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests that leaves of the same shape share a compiled function on a CPU.
 
-Leaves share it only if none of them can be sharded. With the 8 devices of these
-tests, they could be, so the tests replace `shares_body`.
+Leaves share it only if none of them can be sharded. These tests run on 8
+devices, where leaves can be, so they make `shares_body` return True or False.
 """
 
 import jax
@@ -27,7 +27,7 @@ def leaves(count, dtype=jnp.float32):
 
 
 def take_a_step(optimizer):
-  """Updates two leaves with a new function, so that nothing is cached."""
+  """Updates two leaves with a new jitted function, which has no old trace."""
   params = leaves(2)
   state = optimizer.init(params)
   run = getattr(optimizer, "apply", None)

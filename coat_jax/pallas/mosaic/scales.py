@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Computes a tensor's scale from maxima of its parts, in one kernel.
 
-An earlier kernel has written the bits of each program's maximum. To compute the
-scale from these, XLA would launch two or three kernels, and each launch leaves
-the GPU idle for some microseconds.
+An earlier kernel writes the maximum of each of its programs, as int32 bits. To
+compute the scale from these, XLA would launch two or three kernels, and each
+launch leaves the GPU idle for some microseconds.
 """
 
 import functools
@@ -56,9 +56,9 @@ def bits_to_shared_scale(
 ) -> tuple[Array, Array]:
   """Returns the scale, f32 [], and an array, f32 [k], that begins with it.
 
-  Kernels read the scale from the array. The results of two matmuls are
-  multiplied by the scale, and XLA fuses these multiplications into one kernel
-  only if the scale is an element of a larger array.
+  The array is for kernels, and the scalar for XLA, which multiplies the results
+  of two matmuls by it. XLA fuses these multiplications into one kernel only if
+  the scalar is an element of a larger array. On a mesh, k is 1.
   """
   return _scale_and_copies(bits, scaling, _THREADS, interpret)
 
@@ -66,7 +66,7 @@ def bits_to_shared_scale(
 def _scale_and_copies(
   bits: Array, scaling: Scaling, copies: int, interpret: bool
 ) -> tuple[Array, Array]:
-  # On a mesh, XLA computes the maximum over all devices, and the scale.
+  # On a mesh, XLA computes both the maximum over all devices and the scale.
   if scaling.axis_names:
     amax = bits_to_amax(bits, scaling.axis_names)
     scale = amax_to_scale(amax, scaling.dtype)

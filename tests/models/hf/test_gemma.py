@@ -95,7 +95,7 @@ def test_gemma3_is_read_in_both_forms():
   kinds = ([SLIDING] * 5 + [FULL]) * 8
   new |= {"_sliding_window_pattern": 6, "layer_types": kinds}
   assert read(new) == config
-  # If a file contains no base of RoPE, transformers uses 1e6 for layers without
+  # If a file gives no base for RoPE, transformers uses 1e6 for layers without
   # a window and 1e4 for layers with one.
   old = json.loads(GEMMA3_12B)
   for key in ("rope_theta", "rope_local_base_freq"):
@@ -106,7 +106,7 @@ def test_gemma3_is_read_in_both_forms():
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "9b", "12b"])
-def test_both_versions_read_the_written_config(name):
+def test_written_config_suits_transformers_4_and_5(name):
   known = {"9b": json.loads(GEMMA2_9B), "12b": json.loads(GEMMA3_12B)}
   before = known[name] if name in known else golden(name)
   config, dtype = parse_config(FILE, before)
@@ -115,11 +115,12 @@ def test_both_versions_read_the_written_config(name):
   assert written["query_pre_attn_scalar"] == before["query_pre_attn_scalar"]
   kinds = written["layer_types"]
   assert kinds == before.get("layer_types", kinds)
-  # transformers 4 reads neither of these keys, and uses the family's period.
+  # transformers 4 ignores rope_parameters and layer_types, and uses the family's
+  # period.
   old = {k: v for k, v in written.items() if k != "rope_parameters"}
   old.pop("layer_types")
   assert read(old) == config
-  # transformers 5 reads RoPE's bases only from rope_parameters.
+  # transformers 5 reads the bases of RoPE only from rope_parameters.
   new = {k: v for k, v in written.items() if k != "rope_scaling"}
   for key in ("rope_theta", "rope_local_base_freq"):
     new.pop(key, None)
