@@ -22,7 +22,11 @@ def test_no_damaged_checkpoint_is_trained_on(program, capsys):
   "owner, name, words",
   [
     (checkpoint.checksums, "find_damage", "params removed: "),
-    (checkpoint, "_find_other_step", "renamed 15: Lost('step 15 was found')"),
+    (
+      checkpoint,
+      "_find_other_step",
+      "renamed to 15: Lost('step 15 was found')",
+    ),
   ],
 )
 def test_planted_fault_is_found(monkeypatch, capsys, owner, name, words):
