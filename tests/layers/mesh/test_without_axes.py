@@ -305,7 +305,7 @@ def test_kernels_do_not_run_where_xla_partitions():
   assert not CALLS.search(traced(case, MESHES["fsdp"], AxisType.Auto))
   x, how = jnp.ones((16, 64)), dict(implementation="mosaic")
   with jax.sharding.use_abstract_mesh(abstract({"data": 2})):
-    with pytest.raises(Unsupported, match="layers use with recipe.axes"):
+    with pytest.raises(Unsupported, match="layers use if recipe.axes"):
       jax.eval_shape(functools.partial(ops.tensor_scale, **how), x)
 
 

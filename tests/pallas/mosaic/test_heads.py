@@ -110,7 +110,7 @@ def test_kernel_refuses_unsupported_arguments():
 
   with refused("head size that is a multiple of 8, got 12"):
     join(1, 32, 4, 4, 12)
-  with refused("multiple of 8 pairs of channels, got 12"):
+  with refused("multiple of 8 rotated pairs of channels, got 12"):
     join(1, 32, 4, 4, 24, theta=1e4)
   with refused("bfloat16 and float32"):
     join(1, 32, 4, 4, 16, dtype=jnp.float16)

@@ -207,7 +207,10 @@ def test_answers_and_their_loss_match_the_model(
       ["--conversations", "{data}"],
       "the folder that image names are relative to",
     ),
-    (["--conversations", "{data}", "--beside", "none"], "none: expected a run"),
+    (
+      ["--conversations", "{data}", "--beside", "none"],
+      "none: expected a Hugging Face",
+    ),
   ],
 )
 def test_bad_input_is_refused(folder, tmp_path, options, message, capsys):
