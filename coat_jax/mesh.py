@@ -80,7 +80,7 @@ def run_whole(
   On explicit axes, results are sharded by `out_specs`, except for dimensions
   that a spec cannot split evenly. A result with spec None stays on automatic
   axes; use this for values saved for a backward pass that also runs in
-  `run_whole`. If no mesh is set, `mesh` is.
+  `run_whole`. If no mesh is set, f runs under `mesh`.
   """
   current = jax.sharding.get_abstract_mesh()
   if mesh is not None and current.empty:

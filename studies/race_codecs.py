@@ -8,7 +8,7 @@ studies.race_codecs:log4`. Bytes are per parameter, for both moments together.
   log4         4 bits: m in powers of 2, v uniform in its logarithm  1.06 bytes
   e2m1         4 bits: m in E2M1, v as in log4                       1.06 bytes
 
-`e2m1_factored`, with about 0.53 bytes, stores m as in e2m1, and v as means of
+`e2m1_factored`, with about 0.58 bytes, stores m as in e2m1, and v as means of
 rows and columns. 4-bit codes have the dtype int4 and the parameter's shape. XLA
 stores two of them in a byte.
 """

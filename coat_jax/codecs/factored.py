@@ -6,9 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from coat_jax.codecs.group import Encoded, Plain, divided
+from coat_jax.numerics.qtensor import join_groups, split_groups
 
 TILE_COLUMNS = 128
 # If there are several tiles along rows, each has at least the first number of
@@ -71,21 +73,24 @@ class Factored:
       return _PLAIN.decode(encoded)
     rows, columns = factors(encoded)
     row, shape = row_of(rows, columns), shape_of(rows, columns)
-    rows = _spread(rows, len(shape) - 1, shape[-1], TILE_COLUMNS)
+    rows = _spread_over_columns(rows, shape[-1])
     return product(rows, spread_over_rows(columns, row, shape[row]))
 
 
 def factors(encoded: Encoded) -> tuple[Array, Array]:
   """Returns means of rows, and of columns divided by their tile's mean."""
   _, rows, columns = encoded
-  last, n = columns.ndim - 1, columns.shape[-1]
-  mean = _means(columns, last, TILE_COLUMNS)
-  return rows, divided(columns, _spread(mean, last, n, TILE_COLUMNS))
+  mean = _spread_over_columns(_means_of_rows(columns), columns.shape[-1])
+  return rows, divided(columns, mean)
 
 
 def spread_over_rows(columns: Array, row: int, n: int) -> Array:
   """Repeats values of columns along the axis of rows, which gets n values."""
-  return _spread(columns, row, n, n // columns.shape[row])
+  before, after = columns.shape[:row], columns.shape[row + 1 :]
+  tiles = columns.shape[row]
+  x = jnp.expand_dims(columns, row + 1)
+  x = jnp.broadcast_to(x, (*before, tiles, n // tiles, *after))
+  return x.reshape(*before, n, *after)
 
 
 def product(rows: Array, columns: Array) -> Array:
@@ -98,8 +103,10 @@ def means(x: Array, row: int, tiles: int) -> tuple[Array, Array]:
 
   `tiles` is the number of tiles along the axis `row`.
   """
-  rows = _means(x, x.ndim - 1, TILE_COLUMNS)
-  return rows, _means(x, row, x.shape[row] // tiles)
+  before, after = x.shape[:row], x.shape[row + 1 :]
+  height = x.shape[row] // tiles
+  in_tiles = x.reshape(*before, tiles, height, *after)
+  return _means_of_rows(x), jnp.sum(in_tiles * (1 / height), row + 1)
 
 
 def shape_of(rows: Any, columns: Any) -> tuple[int, ...]:
@@ -136,25 +143,17 @@ def row_tiles(rows: int) -> int:
   return tiles
 
 
-def _means(x: Array, axis: int, size: int) -> Array:
-  """Averages groups of `size` values along an axis; the last may be shorter."""
-  n = x.shape[axis]
-  size = min(n, size)
-  groups = -(-n // size)
-  pad = [(0, 0)] * x.ndim
-  pad[axis] = 0, groups * size - n
-  x = jnp.pad(x, pad) if groups * size > n else x
-  x = x.reshape(*x.shape[:axis], groups, size, *x.shape[axis + 1 :])
-  counts = jnp.full(groups, size).at[-1].set(n - (groups - 1) * size)
-  counts = jnp.expand_dims(counts, [i for i in range(x.ndim) if i != axis])
+def _means_of_rows(x: Array) -> Array:
+  """Averages each row of each tile: [..., n] to [..., ceil(n / 128)]."""
+  groups = split_groups(x, TILE_COLUMNS)
+  begin = TILE_COLUMNS * np.arange(groups.shape[-2])
+  counts = np.minimum(TILE_COLUMNS, x.shape[-1] - begin)
+  counts = np.expand_dims(np.float32(counts), (*range(x.ndim - 1), x.ndim))
   # Dividing before the sum avoids an overflow.
-  return jnp.sum(x * (1 / counts), axis + 1)
+  return jnp.sum(groups * (1 / counts), -1)
 
 
-def _spread(x: Array, axis: int, n: int, size: int) -> Array:
-  """Inverts the shape of `_means`: repeats values along an axis."""
-  before, groups, after = x.shape[:axis], x.shape[axis], x.shape[axis + 1 :]
-  x = jnp.expand_dims(x, axis + 1)
-  x = jnp.broadcast_to(x, (*before, groups, min(n, size), *after))
-  x = x.reshape(*before, groups * min(n, size), *after)
-  return jax.lax.slice_in_dim(x, 0, n, axis=axis)
+def _spread_over_columns(rows: Array, n: int) -> Array:
+  """Repeats values of rows along the last axis, which gets n values."""
+  shape = *rows.shape, TILE_COLUMNS
+  return join_groups(jnp.broadcast_to(rows[..., None], shape), n)

@@ -41,9 +41,10 @@ def can_run(groups: Sequence[Any], shape: tuple[int, ...]) -> bool:
 
   The tiles of a factored second moment count as groups.
   """
-  sizes = {getattr(x, "group_size", None) for x in groups}
   if groups[1:] == (Factored(),):
-    sizes, groups = sizes - {None} | {TILE_COLUMNS}, groups[:1]
+    first = groups[:1]
+    return can_run(first, shape) and first[0].group_size == TILE_COLUMNS
+  sizes = {getattr(x, "group_size", None) for x in groups}
   return (
     all(isinstance(x, Grouped) for x in groups)
     and len(sizes) == 1

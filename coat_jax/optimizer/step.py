@@ -317,9 +317,10 @@ class Leaves:
       part = dataclasses.replace(part, start=start, whole=whole)
       return run(*arrays, stored, part, *scalars)
 
+    args = arrays, stored, part, scalars
     return mesh.run_on_shards(
       local,
-      *(arrays, stored, part, scalars),
+      *args,
       in_specs=(spec, of_stored, P(), P()),
       out_specs=(spec, of_stored),
       mesh=where,

@@ -42,6 +42,11 @@ class Sizes(NamedTuple):
   def period_rows(self) -> int:
     return self.period // self.columns
 
+  @property
+  def periods(self) -> int:
+    """The number of periods in a strip."""
+    return self.rows // self.period_rows
+
   def why_not(self) -> str | None:
     """Returns why kernels do not support a moment of this size, or None."""
     if self.rows % self.period_rows:

@@ -32,10 +32,9 @@ def run(
 ) -> tuple[Array, Array]:
   """Returns `factored.means` of (g * grad_scale)^2, in the shapes of `like`."""
   sizes, count = Sizes.of(like), g.size // (GROUP_SIZE * ROWS)
-  turns = sizes.rows // sizes.period_rows
   most = max(1, min(_MOST_TILES, count // _LEAST_PROGRAMS))
-  chunks = num_groups(turns, most)
-  tiles = num_groups(turns, chunks)
+  chunks = num_groups(sizes.periods, most)
+  tiles = num_groups(sizes.periods, chunks)
   scale = None if grad_scale is None else grad_scale[None]
   rows, parts = _means(
     g.reshape(-1, GROUP_SIZE), scale, sizes, tiles, interpret
@@ -49,7 +48,7 @@ def run(
 
 @functools.partial(jax.jit, static_argnames=("sizes", "tiles", "interpret"))
 def _means(g, scale, sizes: Sizes, tiles: int, interpret: bool):
-  chunks = num_groups(sizes.rows // sizes.period_rows, tiles)
+  chunks = num_groups(sizes.periods, tiles)
   strips = g.shape[0] // (sizes.rows * sizes.columns)
   programs = strips * chunks * (sizes.period // ROWS)
   out = (g.shape[0],), (programs * ROWS, GROUP_SIZE)
@@ -75,12 +74,12 @@ def _kernel(g_gmem, *gmem, sizes: Sizes, tiles: int, on: Instructions) -> None:
   *scale_gmem, means_gmem, columns_gmem = gmem
   program = lax.axis_index("program")
   chunk, tile = divmod(program, sizes.period // ROWS)
-  turns = sizes.rows // sizes.period_rows
-  strip, chunk = divmod(chunk, num_groups(turns, tiles))
-  first = (strip * turns + chunk * tiles) * sizes.period + tile * ROWS
+  strip, chunk = divmod(chunk, num_groups(sizes.periods, tiles))
+  first = strip * sizes.periods + chunk * tiles
+  first = first * sizes.period + tile * ROWS
   count = tiles
-  if turns % tiles:  # A strip's last program has fewer tiles.
-    count = jnp.minimum(tiles, turns - chunk * tiles)
+  if sizes.periods % tiles:  # A strip's last program has fewer tiles.
+    count = jnp.minimum(tiles, sizes.periods - chunk * tiles)
 
   def add(i, total):
     start = first + i * sizes.period
