@@ -80,14 +80,16 @@ def test_text_about_long_runs_agrees_with_measurements():
 
 def test_accuracy_page_shows_the_measured_pairs():
   runs = long.read_runs()
-  plain, ends = [], []
+  plain, ends, halfway = [], [], []
   for corpus, name in (
     (long.LATER, "coat"),
     (long.LATER, "coat, seed 1"),
     (long.EARLIER, "coat"),
   ):
     plain.append(long.bf16_run(runs[corpus], name)["held_out"][-1][1])
-    ends.append(last(long.held_out_differences(runs[corpus], name))[1])
+    pair = long.held_out_differences(runs[corpus], name)
+    ends.append(last(pair)[1])
+    halfway.append(pair[4600])
   losses_shown = ", ".join(f"{x:.4f}" for x in plain)
   mean, half = stability_figure.interval(ends)
   cells = f"| {losses_shown} | {signed(ends)} | {mean:+.4f} ± {half:.4f} |"
@@ -96,6 +98,8 @@ def test_accuracy_page_shows_the_measured_pairs():
   first, second, third = (f"{x:.3f}" for x in sorted(ends))
   said = f"ended {first}, {second} and {third} nats per token above BF16"
   assert said in words
+  first, second, third = (f"{x:.3f}" for x in sorted(halfway))
+  assert f"Halfway, it was {first}, {second} and {third} above" in words
   tuned = [row["held_out"][-1][1] for row in measured("finetuning")]
   # BF16 comes before coat.
   first, second = (f"{tuned[i + 1] - tuned[i]:+.4f}" for i in (0, 2))
