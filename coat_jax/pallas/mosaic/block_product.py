@@ -32,22 +32,18 @@ from coat_jax.pallas import supported
 from coat_jax.pallas.mosaic import block_kernel, device, wgmma
 from coat_jax.pallas.mosaic.block_kernel import Tile, Work
 
+# `pick_tile` picks the first of these that fits. "low" fits all shapes that the
+# kernel supports.
 TILES = {
   "paired": Tile(cluster=2),
   "tall": Tile(),
   "low": Tile(waves=1, stages=5, slots=2, band=16),
-  "deep": Tile(stages=4, slots=1),
-  "low_paired": Tile(waves=1, stages=5, slots=2, cluster=2, band=16),
 }
-# `pick_tile` picks the first of these that fits. "low" fits all shapes that the
-# kernel supports.
-_PREFERRED = ("paired", "tall", "low")
 
 
 def pick_tile(m: int, n: int) -> Tile:
   """Picks a tile for a result [m, n]; m and n are multiples of 128."""
-  tiles = (TILES[name] for name in _PREFERRED)
-  return next(tile for tile in tiles if tile.fits(m, n))
+  return next(tile for tile in TILES.values() if tile.fits(m, n))
 
 
 def _why_not(a: Operand, b: Operand, arrays, dtype: DTypeLike) -> str | None:
