@@ -289,7 +289,7 @@ def show(options: PlanConfig) -> None:
   gpus = math.prod(config.mesh_sizes.values())
   step = f"a step of {_count(config.batch, 'sequence')} of {config.seq} tokens"
   if options.gpus:
-    step = f"{hbm / GB:g} GB on each, sequences of {config.seq} tokens"
+    step = f"{hbm / GB:g} GB per GPU, sequences of {config.seq} tokens"
     text = fastest(options, config, hbm)
   else:
     text = table(config, hbm, options.images_each)
