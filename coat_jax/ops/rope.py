@@ -103,21 +103,20 @@ class YarnScaling(RopeScaling):
 
   Channels that turn fewer than `beta_slow` times within the original length
   have low frequencies, and those that turn more than `beta_fast` times have
-  high ones. For channels between these, the divided and the kept frequency are
-  interpolated linearly in the channel's index.
+  high ones. In between, frequencies change from kept to divided, linearly in the
+  channel's index.
 
   Attributes:
     factor: divisor of low frequencies.
     original_max_position_embeddings: the original context length.
-    beta_fast, beta_slow: numbers of turns.
-    attention_factor: factor of cos and sin; None for 0.1 log(factor) + 1 or, if
-      `mscale` and `mscale_all_dim` are above 0,
+    beta_fast, beta_slow: thresholds in turns; see above.
+    attention_factor: multiplies cos and sin. None means 0.1 log(factor) + 1 or,
+      if `mscale` and `mscale_all_dim` are above 0,
       (0.1 mscale log(factor) + 1) / (0.1 mscale_all_dim log(factor) + 1).
     mscale, mscale_all_dim: see `attention_factor`.
 
   Raises:
-    ValueError: the factor is below 1, or the slow number of turns is not below
-      the fast one.
+    ValueError: `factor` is below 1, or `beta_slow` is not below `beta_fast`.
 
   Source: arXiv:2309.00071, section 3.
   """
@@ -142,7 +141,7 @@ class YarnScaling(RopeScaling):
 
     first = max(math.floor(channel(self.beta_fast)), 0)
     last = min(math.ceil(channel(self.beta_slow)), 2 * half - 1)
-    width = last - first or 1  # If they are equal, 1 gives a step.
+    width = last - first or 1  # Don't divide by 0.
     channels = jnp.arange(half, dtype=jnp.float32)
     kept = 1 - jnp.clip((channels - first) / width, 0, 1)
     return frequency * (kept + (1 - kept) / self.factor)
@@ -207,7 +206,7 @@ class Rotary:
     op, size = "Rotary", self.rotary_dim
     check_number(op, "theta", self.theta, POSITIVE, "Llama 2 uses 1e4")
     if self.scaling is not None:
-      remedy = "pass one, as in LinearScaling(factor=2)"
+      remedy = "pass an instance, such as LinearScaling(factor=2)"
       check_kind(op, "scaling", self.scaling, RopeScaling, remedy)
     if size is None:
       return

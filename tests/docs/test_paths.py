@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that files and functions that pages name exist."""
+"""Checks that the files and functions named on pages exist."""
 
 import importlib
 import re
@@ -15,7 +15,7 @@ OTHERS = {"examples/gemma"}
 
 
 def quoted(text: str) -> list[str]:
-  """Returns the short pieces of code in a page, without its blocks."""
+  """Returns the inline code of a page, without its code blocks."""
   text = re.sub(r"^ *```.*?^ *```", "", text, flags=re.M | re.S)
   return re.findall(r"`([^`\n]+)`", text)
 

@@ -36,7 +36,7 @@ def test_errors_match_numpy():
   want = np.linalg.norm(np.sqrt(rank_one) - np.sqrt(v))
   want /= np.linalg.norm(np.sqrt(v))
   assert values["root_v_error"] == pytest.approx(want, rel=1e-4)
-  # Bytes are those of E4M3 codes, 5 per group of 128, and two f32 vectors.
+  # E4M3 codes, 5 bytes per group of 128 codes, and two f32 vectors for v.
   size = 1 + 5 / 128 + 4 * (64 + 128) / mu.size
   assert values["bytes_per_param"] == pytest.approx(size)
   assert 0.005 < values["m_error"] < 0.05
@@ -54,7 +54,7 @@ def test_differences_pair_seeds_and_leave_out_failures():
   assert codec_race_table.baseline("coat, nearest") == "float32"
 
 
-def test_table_shows_an_interval_from_three_seeds_on():
+def test_table_shows_an_interval_for_three_or_more_seeds():
   def line(name, rows):
     lines = codec_race_table.table(rows, "demo").splitlines()
     (found,) = (line for line in lines if line.startswith(f"| {name} |"))
@@ -66,7 +66,8 @@ def test_table_shows_an_interval_from_three_seeds_on():
   assert line("log8", rows) == "| log8 | 2.00 |" + " +0.1250 |" * 2
   losses = " 2.0000, 3.0000, 4.0000 | 3.0000, 4.0000, 5.0000 |"
   assert line("float32", rows) == "| float32 | 2.00 |" + losses
-  # 4.303 is Student's t for three values, whose standard deviation is 0.125.
+  # For three values, 95 % of Student's t lies within 4.303. The standard
+  # deviation of these values is 0.125.
   shown = f" +0.3750 ± {4.303 * 0.125 / 3**0.5:.4f} |"
   assert shown * 2 in line("coat", [*rows, row("coat", 1, 3.375)])
 
@@ -78,7 +79,7 @@ def test_table_has_only_candidates_of_its_preset():
 
 
 @pytest.mark.parametrize("preset", ["demo", "llama_60m"])
-def test_table_on_the_page_equals_the_rows(preset):
+def test_table_on_the_page_matches_the_rows(preset):
   rows = read_rows(DOCS / "rows" / "codec_race.jsonl", codec_race_table.BENCH)
   table = codec_race_table.table(rows, preset)
   assert table in (DOCS / "codec_race.md").read_text()
