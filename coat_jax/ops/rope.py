@@ -103,8 +103,8 @@ class YarnScaling(RopeScaling):
 
   Channels that turn fewer than `beta_slow` times within the original length
   have low frequencies, and those that turn more than `beta_fast` times have
-  high ones. In between, frequencies change from kept to divided, linearly in the
-  channel's index.
+  high ones. In between, frequencies change from kept to divided, linearly in
+  the channel's index.
 
   Attributes:
     factor: divisor of low frequencies.

@@ -71,7 +71,7 @@ def check_map_params(name, make, options):
 
 
 def check_inject(name, make, options):
-  """Checks that injected hyperparameters keep the types of updates and state."""
+  """Checks that injected hyperparameters don't change any types."""
   static = {
     *("warmup_steps", "num_betas", "min_dim_size_to_factor", "rank"),
     *("matrices", "quantize_mask", "update_proj_gap"),
