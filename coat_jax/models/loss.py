@@ -24,9 +24,10 @@ def loss_fn(
     model: a Decoder or VisionLanguageModel. After `model.eval()` the result is
       the cross-entropy alone.
     batch: a `Batch`, or int32 [B, T + 1] if all tokens but each row's first are
-      targets. If you split a batch into microbatches whose shares together add
-      up to 1, their cross-entropies add up to the mean over the whole batch,
-      and their load-balancing losses to an average over the microbatches.
+      targets. If you split a batch into microbatches, let their `target_shares`
+      sum to 1 over all microbatches. The sum of their losses is then the mean
+      cross-entropy of the whole batch, plus an average of their load-balancing
+      losses.
     pixel_values: images, as for `VisionLanguageModel`; None for text alone.
 
   Returns:
@@ -63,8 +64,8 @@ def loss_of_hidden(
   """Computes `loss_fn` from the model's hidden states [B, T, D].
 
   As in Hugging Face Transformers, one load-balancing loss covers all layers. It
-  counts all tokens, including padding. It is multiplied by the sum of the
-  batch's shares, so that adding the losses of microbatches averages it.
+  counts all tokens, including padding. It is weighted by the sum of the batch's
+  `target_shares`, so the sum over microbatches is a weighted average.
   """
   config, shares = model.config, batch.target_shares
   loss = vocabulary.mean_loss(

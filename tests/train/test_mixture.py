@@ -27,7 +27,7 @@ MODEL = ModelConfig(
   family="qwen3_moe",
   num_layers=2,
   d_model=64,
-  # On the largest mesh, a device has 64 columns, or one group of moments.
+  # With tensor=2, a device has 64 columns, which is one group of moments.
   d_ff=128,
   num_heads=4,
   num_kv_heads=2,

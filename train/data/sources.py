@@ -32,7 +32,7 @@ class BadData(ValueError):
 
 
 def find_files(path: str, *, suffixes: tuple[str, ...] = ()) -> list[Path]:
-  """Lists files by name; raises FileNotFoundError if there are none.
+  """Lists the files of `path`, sorted; raises FileNotFoundError if none.
 
   `path` is a file, a folder or a pattern. A folder is searched recursively for
   files with these suffixes, or for all files if `suffixes` is empty. Hidden
@@ -57,10 +57,12 @@ def find_files(path: str, *, suffixes: tuple[str, ...] = ()) -> list[Path]:
       "folder, or a glob"
     )
   if not found:
-    kind = " or ".join(suffixes) or "any"
+    kind = ""
+    if root.is_dir() and suffixes:
+      kind = f" that ends in {' or '.join(suffixes)}"
     raise FileNotFoundError(
-      f"data: {path} must match at least one file ({kind} suffix), got "
-      "none; check the folder or the glob"
+      f"data: {path} must match at least one file{kind}, got none; check the "
+      "folder or the glob"
     )
   return found
 
@@ -97,7 +99,7 @@ def documents(path: str | None) -> Iterator[tuple[str, bytes]]:
   if not found:
     raise FileNotFoundError(
       "load_tokens: at least one text file is needed, got none among the "
-      f"{len(candidates)} files of {path or root}; give a path to text files"
+      f"{len(candidates)} files in {path or root}; pass a path to text files"
     )
 
 

@@ -84,7 +84,7 @@ class VisionTower(nnx.Module):
       store_params(getattr(self, name), name, store)
 
   def __call__(self, pixel_values: Array) -> Array:
-    """Returns the first output of the family's model in transformers.
+    """Returns what the family's Hugging Face model returns first.
 
     Args:
       pixel_values: images [B, C, H, W], BF16 or f32, resized and normalized.
@@ -98,10 +98,10 @@ class VisionTower(nnx.Module):
     return self._output(self.features(pixel_values))
 
   def pooled(self, pixel_values: Array) -> Array:
-    """Returns one vector per image, the `pooler_output` of transformers.
+    """Returns one vector per image: Hugging Face's `pooler_output`, or logits.
 
     Args:
-      pixel_values: as for the call.
+      pixel_values: as for `__call__`.
 
     Returns:
       [B, D] in `dtype`, or logits [B, classes] if the tower has classes.
@@ -123,10 +123,11 @@ class VisionTower(nnx.Module):
     """Returns the hidden states after a layer, before the last norm.
 
     Args:
-      pixel_values: as for the call.
+      pixel_values: as for `__call__`.
       layer: 0 for the input of the first layer, 1 for its output, and so on.
-        Negative values count from the end: -1 is the last layer's output, -2 is
-        LLaVA's `vision_feature_layer`. Layers after this one do not run.
+        Negative values count from the end: -1 is the output of the last layer,
+        and -2 that of the layer before it, which LLaVA uses by default. Layers
+        after this one do not run.
 
     Returns:
       [B, N, D] in `dtype`; if there is a class token, it comes first.
