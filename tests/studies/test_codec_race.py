@@ -66,7 +66,7 @@ def test_table_shows_an_interval_for_three_or_more_seeds():
   assert line("log8", rows) == "| log8 | 2.00 |" + " +0.1250 |" * 2
   losses = " 2.0000, 3.0000, 4.0000 | 3.0000, 4.0000, 5.0000 |"
   assert line("float32", rows) == "| float32 | 2.00 |" + losses
-  # For three values, 95 % of Student's t lies within 4.303. The standard
+  # With three values, the 97.5 % quantile of Student's t is 4.303. The standard
   # deviation of these values is 0.125.
   shown = f" +0.3750 ± {4.303 * 0.125 / 3**0.5:.4f} |"
   assert shown * 2 in line("coat", [*rows, row("coat", 1, 3.375)])
