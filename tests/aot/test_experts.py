@@ -74,7 +74,7 @@ WANTED = {
 def test_tokens_are_sent_as_codes_and_experts_stay(experts):
   compiled = compiled_gradients(recipes.coat(experts=experts))
   # Both passes also send the tokens' routing weights in f32, and the backward
-  # pass sends the gradients of these.
+  # pass sends the gradients of routing weights.
   assert exchanged(compiled) == {**WANTED[experts], ("f32", 1): 3}
   # No device has all experts' weights or gradients, in any format.
   whole = {E * D * 2 * F, E * D * F}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls every command line in hundreds of wrong ways.
+"""Calls our programs with hundreds of wrong command lines.
 
   python -m tests.attacks.calls
   python -m tests.attacks.calls --only benchmarks. --limit 60

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("program", ["pretrain", "finetune"])
 def test_no_damaged_checkpoint_is_trained_on(program, capsys):
-  # There are 15 ways to damage a file. Eight files together try all of them.
+  # With --every 8, eight files together try all 15 ways to damage a file.
   line = ["--resume", "2", "--every", "8", "--program", program]
   assert damage.main(line) == 0
   assert "damages, 0 trained on, 0 wrong steps" in capsys.readouterr().out

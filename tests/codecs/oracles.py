@@ -162,10 +162,10 @@ def error_bound(codec, x: np.ndarray, encoded: Encoded) -> np.ndarray:
 
 
 def rank_one_tiles(v, row, tiles=1):
-  """Returns v [..., n] with each of its tiles replaced by one of rank one.
+  """Returns v [..., n] with each tile replaced by one of rank one.
 
-  `row` is the axis of rows, along which there are `tiles` tiles. Each tile's
-  means of rows and of columns stay the same.
+  Each tile keeps the means of its rows and of its columns. `row` is the axis of
+  rows, along which there are `tiles` tiles.
   """
   v = np.moveaxis(np.asarray(v, float), row, -2)
   out = np.empty_like(v)

@@ -168,7 +168,8 @@ def self_attention(x, weights, kind, segments, turn, heads, over, eps, recipe):
   Args:
     x: [B, T, D].
     weights: `BlockWeights`, with the weights of both norms in `middle`.
-    kind, segments: see `attention`.
+    kind: `AttentionKind`.
+    segments: ids of documents [B, T], or None.
     turn: function that applies RoPE to [B, T, N, H].
     heads: (N, K).
     over: whether a norm's mean is over a "head" or over "all" channels.

@@ -222,7 +222,7 @@ def cases():
 # With f32 activations, FP8 codes are the same as on one device, because scales
 # cover whole tensors. A different code in one operand would cause an error of
 # 1e-3. Only the order of f32 sums differs. Sums of up to 128 values have an
-# error of 128 * 2^-24 = 8e-6, and a few of them follow one another.
+# error of 128 * 2^-24 = 8e-6, and a layer computes a few such sums in sequence.
 TOLERANCE = 5e-5
 
 
