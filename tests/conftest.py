@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings for all tests: a CPU with eight devices, no silent rank promotion.
+"""Configures all tests: eight CPU devices, and no silent rank promotion.
 
 Tests that need a GPU are skipped except in `make test-gpu`, and tests that
 compile for a GPU except in `make test-aot`. Programs for the CPU are compiled

@@ -63,7 +63,7 @@ def exchanged(compiled):
 
 
 # Tokens are sent in both passes; outputs, their gradients and the gradients of
-# tokens are sent once. Tokens for BF16 experts have a scale per 16 values.
+# tokens are sent once. Tokens for BF16 experts have one scale per 16 values.
 WANTED = {
   "fp8": {("f8e4m3fn", D): 2, ("f8e5m2", D): 1, ("bf16", D): 2},
   "bf16": {("f8e4m3fn", D): 2, ("bf16", D // 16): 2, ("bf16", D): 3},

@@ -6,8 +6,8 @@
 
 A wrong call must be refused before the time limit, with an exit status other
 than 0 and a message that is not a traceback. It must change no file, not even
-of an earlier run. Nearly all calls are made in this process. The exit status of
-this command is 1 if a call was not refused like this.
+one of an earlier run. Nearly all calls are made in this process. The exit
+status of this command is 1 if a call was not refused in this way.
 """
 
 import argparse

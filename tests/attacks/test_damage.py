@@ -6,7 +6,7 @@ import pytest
 from tests.attacks import damage
 from train.run import checkpoint
 
-# Each test trains and damages many copies, so only `make test-all` runs them.
+# The tests damage many copies of a run, so only `make test-all` runs them.
 pytestmark = pytest.mark.slow
 
 

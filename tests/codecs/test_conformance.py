@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests that every codec must pass, including users' own codecs."""
+"""Checks properties that every codec must have, including users' own."""
 
 import jax
 import jax.numpy as jnp

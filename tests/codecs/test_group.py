@@ -214,9 +214,9 @@ def test_short_groups_match_the_oracle(name):
 
 @pytest.mark.parametrize("name", codec_oracles.GROUP_CODECS)
 def test_stochastic_rounding_is_unbiased(name):
-  # A rounding error has a standard deviation of at most half a gap. So the mean
-  # error of a value over n draws is within 6 * 0.5 / sqrt(n) gaps, and the mean
-  # error of all values and draws within 5 * 0.5 / sqrt(their number).
+  # A rounding error has a standard deviation of at most half a gap. The bounds
+  # are six standard deviations of a value's mean error over all draws, and five
+  # of the mean error over all values and draws.
   codec = codec_oracles.GROUP_CODECS[name](32, "stochastic")
   draws = 1024
   x = inputs(codec, (3, 96))

@@ -28,7 +28,7 @@ NAME = "tests.codecs.own_codec:make"
 
 
 def problem():
-  """Returns a least-squares problem: parameters and their loss."""
+  """Returns a least-squares problem: initial parameters and a loss function."""
   x = jax.random.normal(jax.random.key(0), (128, 64))
   y = x @ jax.random.normal(jax.random.key(1), (64, 128))
   return {"w": jnp.zeros((64, 128))}, lambda p: jnp.mean((x @ p["w"] - y) ** 2)

@@ -151,7 +151,7 @@ def test_modules_can_omit_norm_and_residual_add(make, recipe):
   bare = build(norm=None, add_input=False, **options)
   y, added, wanted = outputs(bare, build(norm=None, **options), x)
   assert jnp.any(y)
-  # Only `unnormed` adds x inside the block, so f32 may be rounded differently.
+  # Only `unnormed` adds x inside the block, so f32 roundings may differ.
   assert_close(added, wanted, 1e-6)
 
 

@@ -64,7 +64,7 @@ def spec_of(path, p):
 
 
 def build(make, recipe):
-  """Returns f(parameters, x), which runs the module, and the parameters."""
+  """Returns (f, parameters), where f(parameters, x) runs the module."""
   graph = nnx.split(nnx.eval_shape(lambda: make(recipe)), nnx.Param)[0]
   single = dataclasses.replace(recipe, axes=None)
   params = nnx.to_pure_dict(nnx.split(make(single), nnx.Param)[1])

@@ -175,7 +175,7 @@ MESHES = {
 
 
 def build(case: Case, recipe):
-  """Returns f(weights, inputs), which runs the layer, and the weights."""
+  """Returns (f, weights), where f(weights, inputs) runs the layer."""
   if not case.is_module:
     return (lambda weights, inputs: case.make(recipe, *inputs)), {}
   module = case.make(recipe=recipe, dtype=jnp.float32, rngs=nnx.Rngs(0))
