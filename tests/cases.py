@@ -27,7 +27,7 @@ def activations(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
 
 
 def moments(shape: tuple[int, ...], seed: int = 0):
-  """Makes a first and a second moment (mu, nu), as Adam would: f32.
+  """Makes Adam's first and second moments (mu, nu), in f32.
 
   The sizes of gradients in a row are log-normal and span two orders of
   magnitude. So groups of nu span four or more, as in trained models.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings for all tests: a CPU with eight devices, no silent rank promotion.
+"""Configures all tests: eight CPU devices, and no silent rank promotion.
 
 Tests that need a GPU are skipped except in `make test-gpu`, and tests that
 compile for a GPU except in `make test-aot`. Programs for the CPU are compiled
@@ -21,12 +21,12 @@ import pytest
 
 from benchmarks import aot
 
-# Most of the tests' time would be spent compiling. These flags save three
+# By default, most of the tests' time is spent compiling. These flags save three
 # quarters of that: fused loops are compiled by XLA's older emitter, and by LLVM
 # without optimizations. XLA's own passes still run, so fusions, collectives and
-# buffers are the same. AVX has no FMA, so a product and a sum are always
-# rounded twice; with FMA, LLVM would round some of them once, depending on the
-# emitter and the program. Commands that tests start inherit the flags.
+# buffers are the same. AVX has no FMA, so LLVM always rounds a * b + c twice;
+# with FMA, it would sometimes round only once, depending on the emitter and the
+# program. Commands that tests start inherit the flags.
 QUICK = (
   "--xla_backend_optimization_level=0"
   " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
@@ -76,7 +76,7 @@ def pytest_runtest_setup(item):
 
 
 def pytest_runtest_teardown(item, nextitem):
-  """Drops compiled programs if they take too many memory mappings of Linux."""
+  """Drops compiled programs if they use too many of Linux's memory mappings."""
   if nextitem is not None and nextitem.path == item.path:
     return
   if platform.system() == "Linux" and _mappings() > MAPPINGS:

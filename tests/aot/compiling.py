@@ -39,7 +39,7 @@ __all__ = [
   "temporary_bytes",
 ]
 
-# A fusion that consists only of these operations computes nothing.
+# A fusion of only these operations moves values and computes nothing.
 _MOVES = {
   "bitcast",
   "concatenate",
@@ -57,7 +57,7 @@ _INSTRUCTION = re.compile(
 
 
 class Instruction(NamedTuple):
-  """One instruction of optimized HLO, as "%name = shape opcode(...)"."""
+  """One instruction of optimized HLO: "%name = shape opcode(...)"."""
 
   computation: str
   name: str
@@ -168,8 +168,8 @@ def fp8_moves(compiled: jax.stages.Compiled) -> list[Instruction]:
 def ptxas_reports(module: str, tmp_path: Path) -> list[Path]:
   """Runs a test module's `compile_all`, and checks that no kernel spills.
 
-  It runs in a new process, where an environment variable makes Mosaic write the
-  reports of ptxas. Returns the folders that `compile_all` made.
+  `compile_all` runs in a new process, in which Mosaic writes the reports of
+  ptxas. Returns the folders that `compile_all` made.
   """
   code = (
     "from benchmarks import aot; aot.only_compile(); "
@@ -190,7 +190,7 @@ def ptxas_reports(module: str, tmp_path: Path) -> list[Path]:
 
 
 def check_wgmma(folder: Path, shape: str = "m64n128k32") -> None:
-  """Checks that a kernel uses wgmma, which ptxas must not serialize.
+  """Checks that a kernel uses wgmma, and that ptxas does not serialize it.
 
   The last number of `shape` is 32 for FP8, and 16 for BF16 and f16.
   """

@@ -85,7 +85,7 @@ def _flushed(x: np.ndarray) -> np.ndarray:
 
 
 def to_fp8(x: np.ndarray, dtype) -> np.ndarray:
-  """Rounds to nearest even, saturating; returns codes."""
+  """Returns the FP8 codes of x, rounded to nearest even and saturated."""
   largest = float(ml_dtypes.finfo(dtype).max)
   clipped = np.clip(x, -largest, largest).astype(dtype).view(np.uint8)
   return np.where(np.isnan(x), np.uint8(0x7F), clipped)
@@ -94,7 +94,8 @@ def to_fp8(x: np.ndarray, dtype) -> np.ndarray:
 def permuted(a, b, selector) -> np.ndarray:
   """Selects each byte of the result by 4 bits of `selector`, like `prmt`.
 
-  If the highest of the 4 bits is set, the selected byte's sign fills the byte.
+  If the highest of the 4 bits is set, all bits of the byte are the selected
+  byte's sign.
   """
   both = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)
   out = np.zeros_like(a)

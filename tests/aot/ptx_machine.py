@@ -5,7 +5,7 @@ Pallas' interpreter runs neither inlined PTX nor the compiled kernel. This
 machine executes the PTX that the compiler passes to ptxas. All threads must
 take the same branches. All threads execute an instruction before any of them
 executes the next one, so the machine cannot find a missing barrier.
-Instructions that none of our kernels uses so far raise an error.
+Instructions that our kernels do not use raise an error.
 
 The machine rounds the results of approximate instructions (lg2, ex2, rcp, sqrt,
 div) correctly to f32. It does not run ptxas, but refuses code that ptxas is
@@ -195,7 +195,7 @@ class Machine:
   ) -> tuple[np.ndarray, list]:
     """Returns the memory that an operand addresses, and indices into it.
 
-    For each of `count` values, these are the indices of its bytes.
+    The list has one array for each of `count` values: indices of its bytes.
     """
     size, first = dtype.itemsize, self._address(operand)
     is_shared = modifiers[0].startswith("shared")

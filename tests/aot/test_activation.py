@@ -44,8 +44,7 @@ def assert_no_spills(fn, *specs, folder, count):
     assert set(re.findall(r"(\d+) bytes spill", report)) == {"0"}
 
 
-# The last tile overlaps another one. Tiles have 64 rows in BF16, and 32 in f32,
-# where the arrays have only 48 rows.
+# Tiles have 64 rows in BF16 and 32 in f32, so the last tile overlaps another.
 VARIANTS = [
   ("silu", True, group_size, dtype, shape)
   for group_size in (16, 32, 64, 128)

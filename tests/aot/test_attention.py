@@ -55,8 +55,8 @@ SCORES = B * N * T * T * 4  # Size in bytes of all scores in f32.
 @pytest.mark.parametrize(
   "kind, segmented, share",
   [
-    # A chunk of 256 queries has a sixteenth of all scores, and up to three such
-    # arrays are allocated at the same time.
+    # A chunk of 256 queries has a sixteenth of all scores. Up to three arrays
+    # of this size are allocated at the same time.
     (AttentionKind(), True, 3 / 16),
     (AttentionKind(soft_cap=50.0), False, 3 / 16),
     # With a window, a chunk has scores for only 1280 keys.
@@ -67,7 +67,7 @@ def test_xla_stores_scores_of_only_one_chunk(kind, segmented, share):
   # Mosaic's kernels do not support heads of size 96, so XLA runs.
   compiled = compiled_attention(kind, segmented, heads=(B, T, N, K, 96))
   assert not custom_calls(compiled)
-  # The rest is f32 accumulators of dk and dv, and q, dq and dout in chunks.
+  # Others are f32 accumulators of dk and dv, and chunks of q, dq and dout.
   others = (2 * 4 * K + 8 * N) * B * T * 96
   assert temporary_bytes(compiled) <= share * SCORES + others
   assert not [x for x in instructions(compiled) if f"{T},{T}]" in x.shape]
@@ -92,7 +92,7 @@ def test_attention_with_caps_or_segments_is_three_kernels(
 ):
   compiled = compiled_attention(kind, segmented, heads)
   b, t, n, kv_heads, h = heads
-  # One computes the output, one dq, and one dk and dv.
+  # The first computes the output, the second dq, and the third dk and dv.
   assert custom_calls(compiled) == {"mosaic_gpu_v2": 3}
   assert not [x for x in instructions(compiled) if f"{t},{t}]" in x.shape]
   # Temporary memory holds the output and four numbers per query and head: lse,
@@ -102,7 +102,7 @@ def test_attention_with_caps_or_segments_is_three_kernels(
 
 
 def run_kernel(kind, name, q, k, v, dout, lse, segments):
-  """Returns the result of one kernel; XLA removes the unused ones."""
+  """Returns the result of one kernel; XLA removes the other kernels."""
   if name == "fwd":
     return attention.attention_fwd(q, k, v, segments, kind=kind)
   residuals = ops.AttentionResiduals(q, lse)
@@ -145,7 +145,7 @@ def test_kernels_use_wgmma_and_spill_no_registers(tmp_path):
   folders = ptxas_reports(__name__, tmp_path)
   assert len(folders) == len(KERNELS)
   for folder in folders:
-    # Matmuls compute scores for 64 or 128 keys at a time, or sums of h columns.
+    # Matmuls compute scores for 64 or 128 keys, or h columns of a result.
     name, h = folder.name.split("-")[1:]
     step = 128 if name == "fwd" and h != "256" else 64
     check_wgmma(folder, f"m64n{step}k16")

@@ -64,7 +64,7 @@ def test_options_reach_the_compiler():
   plain = product((1, 1), precision=None)
   compiled = compile_for_h200(*plain, options=without_triton)
   assert len(fp8_matmul_calls(compiled)) == 1
-  # By default, XLA would turn this matmul into a Triton fusion.
+  # By default, XLA turns this matmul into a Triton fusion.
   assert not fp8_matmul_calls(compile_for_h200(*plain))
 
 
@@ -121,13 +121,13 @@ def test_mesh_program_uses_the_memory_of_one_shard():
     compiled = compile_for_h200(fn, x, mesh=mesh, **options)
     return peak_bytes(compiled), compiled.as_text()
 
-  quarter = x.size  # Bytes per device: 4 for each of a quarter of the values.
+  quarter = x.size  # Bytes per device: 4 per value, divided by 4.
   peak_of_sum, hlo = peak(lambda x: jnp.sum(x))
   assert "all-reduce" in hlo and peak_of_sum < 1.1 * quarter
-  # A replicated result is gathered, and needs memory for the whole array.
   add, whole = lambda x: x + 1, jax.NamedSharding(mesh, jax.P())
   assert 2 * quarter <= peak(add, out_shardings=where)[0] < 2.1 * quarter
   assert peak(add, out_shardings=where, donate=(0,))[0] < 1.1 * quarter
+  # A replicated result is gathered, and needs memory for the whole array.
   peak_of_whole, hlo = peak(add, out_shardings=whole)
   assert "all-gather" in hlo and peak_of_whole >= 5 * quarter
 

@@ -63,7 +63,7 @@ def exchanged(compiled):
 
 
 # Tokens are sent in both passes; outputs, their gradients and the gradients of
-# tokens are sent once. Tokens for BF16 experts have a scale per 16 values.
+# tokens are sent once. Tokens for BF16 experts have one scale per 16 values.
 WANTED = {
   "fp8": {("f8e4m3fn", D): 2, ("f8e5m2", D): 1, ("bf16", D): 2},
   "bf16": {("f8e4m3fn", D): 2, ("bf16", D // 16): 2, ("bf16", D): 3},
@@ -74,7 +74,7 @@ WANTED = {
 def test_tokens_are_sent_as_codes_and_experts_stay(experts):
   compiled = compiled_gradients(recipes.coat(experts=experts))
   # Both passes also send the tokens' routing weights in f32, and the backward
-  # pass sends the gradients of these.
+  # pass sends the gradients of routing weights.
   assert exchanged(compiled) == {**WANTED[experts], ("f32", 1): 3}
   # No device has all experts' weights or gradients, in any format.
   whole = {E * D * 2 * F, E * D * F}

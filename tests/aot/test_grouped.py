@@ -88,6 +88,6 @@ def test_expert_gradients_are_scattered_without_a_transpose():
     if (shape := re.match(r"f32\[([\d,]+)\]", each.shape))
     and math.prod(map(int, shape[1].split(","))) in sizes
   )
-  # Only two kernels write arrays of these sizes: gradients of gate_up and down.
+  # Only two kernels write whole gradients: one for gate_up, and one for down.
   assert found.pop("custom-call") == 2
   assert not found.keys() - {"bitcast", "parameter", "get-tuple-element"}

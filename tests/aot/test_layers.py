@@ -124,8 +124,8 @@ def test_layer_has_few_fusions_and_launches():
     LLAMA2_7B, recipe, (4, 2048), param_dtype=jnp.bfloat16
   )
   # XLA's fusions compute the codes of four weights (4), the scales of 12
-  # matmuls (8, because four fusions compute two scales each), angles (2), heads
-  # (2), and sums of the gradients of two norms (2).
+  # matmuls (8, because four fusions compute two scales each), RoPE's angles
+  # (2), heads (2), and sums of the gradients of two norms (2).
   assert launches(found).count("fusion") <= 18
   assert len(launches(found)) <= 74
 

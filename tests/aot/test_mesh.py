@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks which arrays a training step moves between H200s, and its kernels.
+"""Checks a training step's kernels, and the arrays it moves between H200s.
 
 This cannot be tested on a CPU, where XLA moves BF16 as f32 and FP8 as f16, and
 runs no kernels.
@@ -79,8 +79,7 @@ def moved(compiled):
         yield opcode, (dtype, *sizes)
 
 
-# There are so few tokens that, unless told otherwise, XLA would gather them
-# instead of some weights.
+# With so few tokens, XLA alone would gather tokens instead of some weights.
 @pytest.mark.parametrize(
   "fsdp, tensor, batch",
   [pytest.param(4, 1, 4, marks=pytest.mark.slow), (2, 2, 8)],
@@ -143,7 +142,7 @@ def amaxes_before(everything, gather):
 
 def test_gathers_do_not_wait_unnecessarily():
   everything = instructions(compiled_step("fsdp=4,tensor=1", 4, is_twin=False))
-  # The host would have to wait for the device before it evaluates a condition.
+  # To evaluate a condition, the host would have to wait for the device.
   assert "conditional" not in {each.opcode for each in everything}
   # Codes are gathered for later matmuls, and must not wait for the amax of the
   # other operand.

@@ -25,7 +25,7 @@ SHAPES = {"a": (64, 1024), "b": (4, 512, 256), "c": (64, 1024)}
 
 
 def whole_copies(compiled) -> list[str]:
-  """Returns copies of arrays, but not of scalars."""
+  """Returns the instructions that copy arrays, but not scalars."""
   return [
     i.text
     for i in instructions(compiled)

@@ -45,6 +45,6 @@ def test_step_moves_few_bytes(rounding, dtype):
     + (size + 2)  # XLA checks the gradient for NaN separately.
   )
   count = SHAPE[0] * SHAPE[1]
-  # Statistics have 10 bytes per group of 128, and some are read 12 times.
+  # Statistics take 10 bytes per group of 128, and some are read 12 times.
   assert bytes_moved(compiled) / count < expected + 2
   assert temporary_bytes(compiled) / count < CODES * (1 + drafted) + 0.5

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles kernels that use `mosaic.rows` for an H200, and executes their PTX.
 
-The checks that tests/pallas/mosaic runs on a GPU also run here, on
-`ptx_machine` in NumPy, because the interpreter tests neither inlined
-instructions nor the lanes and addresses of values. A kernel with few registers
+`ptx_machine` repeats the checks of tests/pallas/mosaic in NumPy, because
+Pallas' interpreter tests neither inlined instructions nor the lanes and
+addresses of values. A kernel with few registers
 lets enough programs share a multiprocessor to keep at least 40 KiB of loads in
 flight.
 """

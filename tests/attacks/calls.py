@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls every command line in hundreds of wrong ways.
+"""Calls our programs with hundreds of wrong command lines.
 
   python -m tests.attacks.calls
   python -m tests.attacks.calls --only benchmarks. --limit 60
 
 A wrong call must be refused before the time limit, with an exit status other
 than 0 and a message that is not a traceback. It must change no file, not even
-of an earlier run. Nearly all calls are made in this process. The exit status of
-this command is 1 if a call was not refused like this.
+one of an earlier run. Nearly all calls are made in this process. The exit
+status of this command is 1 if a call was not refused in this way.
 """
 
 import argparse

@@ -8,10 +8,10 @@ A run has two checkpoints, of which the newer one is damaged. Each of its files
 is truncated, emptied, removed, swapped, or replaced by a folder, a link or a
 device, or gets a flipped bit. Whole checkpoints are renamed and swapped too.
 (With --every 4, only every fourth damage of a file is tried.) In each case, the
-damage must be reported, unless it changed nothing. In some cases, which are
-chosen at random, the program (one of `tests.attacks.programs`) continues with
---resume, and must end with the same result as the undamaged run. The exit
-status is 0 if all of this is true.
+damage must be reported, unless it changed nothing that is read. In 20 random
+cases (--resume 20), the program, one of `tests.attacks.programs`, is resumed,
+and must end with the same result as the undamaged run. The exit status is 0 if
+all of this is true.
 """
 
 import argparse

@@ -134,9 +134,9 @@ class Attempt:
     return all(process.exitcode is not None for process in self.processes)
 
   def wait_for_a_step(self) -> bool:
-    """Waits for a step; returns False if the run ends before it."""
+    """Waits for a step; returns False if the run ends first."""
     while not self.finish(0.01):
-      # A start rewrites the file without the steps that were not saved.
+      # When a run starts, it rewrites metrics.jsonl without unsaved steps.
       is_new = _inode(RunDirectory(self.out).metrics) != self.metrics
       if is_new and _last_step(self.out) > self.before:
         return True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny training programs for attacks, which run for a few seconds.
+"""Tiny training programs that the attacks run, each for a few seconds.
 
 pretrain   train.pretrain, on text
 finetune   train.finetune of a decoder, on conversations

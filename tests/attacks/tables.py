@@ -196,7 +196,7 @@ def _generate() -> Iterator[list[str]]:
 
 
 def _benchmarks() -> Iterator[tuple[str, list[str]]]:
-  """Yields calls of benchmarks and a study, which check arguments first."""
+  """Yields calls of benchmarks and studies."""
   few = ("0", "-1", "1.5", "9" * 20, "inf", "", "x")
   codecs = ("", "x", "no.such:codec", "os:getcwd")
   figures = ("zeros", "figure", "figure.txt", "empty/a.png", "/proc/a.png")
@@ -242,7 +242,7 @@ def _benchmarks() -> Iterator[tuple[str, list[str]]]:
 
 
 def bad_calls() -> Iterator[tuple[str, list[str], bool]]:
-  """Yields a program, its arguments, and whether it gets its own process."""
+  """Yields a program, its arguments, and whether it runs in a new process."""
   found = [
     *(("train.pretrain", x) for x in _pretrain()),
     *(("train.plan", x) for x in _plan()),

@@ -6,13 +6,13 @@ import pytest
 from tests.attacks import damage
 from train.run import checkpoint
 
-# Each test trains and damages many copies, so only `make test-all` runs them.
+# The tests damage many copies of a run, so only `make test-all` runs them.
 pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("program", ["pretrain", "finetune"])
 def test_no_damaged_checkpoint_is_trained_on(program, capsys):
-  # There are 15 ways to damage a file. Eight files together try all of them.
+  # With --every 8, eight files together try all 15 ways to damage a file.
   line = ["--resume", "2", "--every", "8", "--program", program]
   assert damage.main(line) == 0
   assert "damages, 0 trained on, 0 wrong steps" in capsys.readouterr().out

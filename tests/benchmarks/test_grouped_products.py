@@ -35,8 +35,8 @@ def test_grouped_rows_state_speed_and_error(capsys):
 def test_skewed_routing_has_large_and_empty_experts():
   sizes = grouped_products.sizes_of("skewed", 65536, 128)
   assert sizes.sum() == 65536 and sizes.min() == 0
-  # The largest share is the first of 127 terms of the harmonic series, whose
-  # sum is 5.4. A uniform share would be 1 / 128.
+  # Shares are proportional to 1, 1 / 2, ..., 1 / 127, whose sum is 5.4. Uniform
+  # shares are 1 / 128.
   assert sizes.max() == pytest.approx(65536 / 5.4, rel=0.05)
   uniform = grouped_products.sizes_of("uniform", 65536, 128)
   # The bound is five standard deviations of a binomial with a mean of 512.

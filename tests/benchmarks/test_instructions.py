@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import aot, instructions
 
-# A listing of nvdisasm, including the padding at the end of a kernel.
+# A listing by nvdisasm, including the padding at the end of a kernel.
 LISTING = """\
 .text.kernel:
    -:-:-:Y:01        /*0000*/                   LDC R1, c[0x0][0x28]

@@ -163,7 +163,7 @@ def test_wrong_arguments_exit_with_2(wrong, capsys):
 
 
 @pytest.mark.tpu
-def test_rows_can_be_compiled_for_a_tpu():
+def test_layer_can_be_compiled_for_a_tpu():
   sizes = ["--preset", "llama_60m", "--batch", "4", "--seq", "1024"]
   rows = layer.main([*sizes, "--compile-only", "v6e:2x2", "--variants", "bf16"])
   assert [row["case"]["compiled_for"] for row in rows] == ["TPU v6 lite"] * 2

@@ -52,8 +52,8 @@ def test_counts_match_the_paper_and_the_reference(residuals):
   coat = residuals["coat", "coat", "bf16"]
   assert bf16["paper_units"] == 22.66 and coat["paper_units"] == 13.33
   assert bf16["units"] > fp8_linear["units"] > 2 * coat["units"]
-  # Counted by hand at this shape, tensors that the reference's Llama layer
-  # saves take 98472 bytes per token without RoPE's inputs, 114856 with them.
+  # Counted by hand, the tensors that the reference's Llama layer saves take
+  # 98472 bytes per token without RoPE's inputs, and 114856 with them.
   config = PRESETS["llama2_7b"]().model
   assert memory.reference_bytes(config) == 98472
   reference = coat["reference_units"]

@@ -38,7 +38,7 @@ def test_bytes_count_arguments_and_results(case):
   assert case.num_bytes == sum(x.size * x.dtype.itemsize for x in matrices)
 
 
-def test_flops_of_matmuls_add_up_to_the_layer():
+def test_flops_of_matmuls_follow_from_their_shapes():
   flops = {
     case.shape["weight"]: case.flops
     for case in CASES

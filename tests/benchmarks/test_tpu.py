@@ -55,7 +55,7 @@ def test_matmuls_read_fp8(name, op, a, b):
 
 
 @pytest.mark.tpu
-def test_linear_matmuls_of_a_decoder_layer_read_fp8_on_7x():
+def test_linear_matmuls_of_a_decoder_layer_read_fp8_on_tpu7x():
   config = ModelConfig(
     family="llama",
     num_layers=1,

@@ -32,7 +32,7 @@ def is_unsigned(codec) -> bool:
 
 
 def signed_like(codec, x: np.ndarray) -> np.ndarray:
-  """Returns x with alternating signs, or x itself if the codec stores none."""
+  """Returns x with alternating signs, or x if the codec stores no signs."""
   return x if is_unsigned(codec) else x * (-1.0) ** np.arange(x.shape[-1])
 
 
@@ -59,7 +59,7 @@ def _joined(x, n):
 
 
 def _code(codec, amax, range_):
-  """Returns the float64 code of groups with these stored statistics."""
+  """Returns the float64 oracle of a code, given the stored statistics."""
   amax, range_ = np.asarray(amax), np.asarray(range_)
   if isinstance(codec, LogUniform):
     return oracles.LogCode(
@@ -131,9 +131,9 @@ def error_bound(codec, x: np.ndarray, encoded: Encoded) -> np.ndarray:
   FP8 codecs round the image of x, which moves by at most half a step, or by a
   whole step if rounding is stochastic. Decoding turns this into an error of the
   value. In the logarithmic codec, a step multiplies the value by a factor. f32
-  arithmetic adds a relative error of 2^-15. Values above the bound decode to
-  the bound. Subnormal magnitudes, and those below 2^-125 of the bound, may
-  become zero or the smallest code.
+  arithmetic adds a relative error of 2^-15. Values above the largest code's
+  value decode to that value. Subnormal magnitudes, and those below 2^-125 of
+  that value, may become zero or the smallest code.
   """
   magnitude = oracles.magnitudes(_grouped(x, codec.group_size))
   code = _code(codec, encoded.amax, encoded.range)
@@ -162,10 +162,10 @@ def error_bound(codec, x: np.ndarray, encoded: Encoded) -> np.ndarray:
 
 
 def rank_one_tiles(v, row, tiles=1):
-  """Returns v [..., n] with each of its tiles replaced by one of rank one.
+  """Returns v [..., n] with each tile replaced by one of rank one.
 
-  `row` is the axis of rows, along which there are `tiles` tiles. Each tile's
-  means of rows and of columns stay the same.
+  Each tile keeps the means of its rows and of its columns. `row` is the axis of
+  rows, along which there are `tiles` tiles.
   """
   v = np.moveaxis(np.asarray(v, float), row, -2)
   out = np.empty_like(v)

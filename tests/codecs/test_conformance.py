@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests that every codec must pass, including users' own codecs."""
+"""Checks properties that every codec must have, including users' own."""
 
 import jax
 import jax.numpy as jnp
@@ -90,7 +90,7 @@ def test_decoded_values_are_finite_and_keep_signs_and_zeros(variant):
     _, decoded = roundtrip(group, jnp.asarray(x))
     assert np.all(np.isfinite(decoded))
     assert np.all((x == 0) | (decoded == 0) | (np.sign(decoded) == np.sign(x)))
-    # A factored codec may decode a zero, from its means, to another value.
+    # A factored codec decodes means, so a zero may become another value.
     assert group == Factored() or not np.any(decoded[x == 0])
 
 

@@ -109,7 +109,7 @@ def test_constructors_refuse_invalid_arguments(build, monkeypatch):
       build(second="e3m4")
 
 
-def test_encode_needs_noise_exactly_for_stochastic_rounding():
+def test_encode_takes_noise_only_for_stochastic_rounding():
   x = jnp.ones((1, 4))
   with pytest.raises(ValueError, match="'stochastic' needs noise, got None"):
     codecs.coat().mu.encode(x, None)

@@ -33,7 +33,7 @@ def roundtrip(v):
     ((500, 64, 96), 0),
     ((512, 2, 1376), 0),  # `layers.MLP.gate_up`.
     ((512, 8, 64), 0),  # q of `nnx.MultiHeadAttention`.
-    ((8, 64, 512), 1),  # Its output.
+    ((8, 64, 512), 1),  # `out` of the same.
     ((3, 3, 256, 512), 2),  # A convolution.
     ((3, 64, 2, 96), 1),
     ((8, 96), 0),
@@ -44,7 +44,7 @@ def roundtrip(v):
     ((), None),
   ],
 )
-def test_longest_axis_before_the_last_has_the_rows_except_a_stacking_axis(
+def test_rows_are_the_longest_axis_before_the_last_except_a_stacking_axis(
   shape, row
 ):
   assert factored.row_axis(shape) == row
@@ -56,7 +56,7 @@ def test_longest_axis_before_the_last_has_the_rows_except_a_stacking_axis(
     (8, 1),
     (383, 1),
     (384, 2),  # Tiles have at least 192 rows.
-    (392, 1),  # 196 is no multiple of 8.
+    (392, 1),  # 196 is not a multiple of 8.
     (400, 2),
     (1376, 4),
     (4096, 16),

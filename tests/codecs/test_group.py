@@ -68,14 +68,15 @@ def test_codes_and_statistics_match_the_oracle(name):
   codec, x, noise, encoded, _ = trained(name)
   want = codec_oracles.encode(codec, x, noise)
   # `amax` is exact, because it is a power of two or a maximum of f32 values.
-  # `range` may be a power k, rounded down to sixteenths, which differs if the
-  # error of log2 in f32 moves k across a multiple of a sixteenth.
+  # `range` may be a power k, rounded down to sixteenths. It differs if the f32
+  # error of log2 moves k across a multiple of a sixteenth.
   np.testing.assert_array_equal(np.asarray(encoded.amax), want.amax)
   same_range = np.asarray(encoded.range) == want.range
   assert np.mean(same_range) >= 0.9999
   # Because of exp2 and log2 in f32, the image that is rounded has a relative
   # error of up to 2^-18. In stochastic rounding, so do the value and its
-  # neighbours. This is 2^-14 of a step, so about 1 code in 2^14 may differ.
+  # neighbours. Such an error is up to 2^-14 of a step, so about 1 code in 2^14
+  # may differ.
   apart = agreeing(codec, encoded.codes, want.codes, same_range)
   assert np.mean(apart == 0) >= 0.9999
   assert np.max(apart) <= 1
@@ -85,7 +86,8 @@ def test_codes_and_statistics_match_the_oracle(name):
 def test_decode_matches_the_oracle(name):
   codec, _, _, encoded, decoded = trained(name)
   want = codec_oracles.decode(codec, encoded)
-  # The error of 1 / k in f32, 2^-25, is multiplied by up to 60 octaves: 2^-19.
+  # 1 / k has a relative error of 2^-25 in f32. Multiplied by up to 60 octaves,
+  # this is 2^-19.
   np.testing.assert_allclose(decoded, want, rtol=2**-19)
 
 
@@ -212,9 +214,9 @@ def test_short_groups_match_the_oracle(name):
 
 @pytest.mark.parametrize("name", codec_oracles.GROUP_CODECS)
 def test_stochastic_rounding_is_unbiased(name):
-  # A rounding error has a standard deviation of at most half a gap. So the mean
-  # error of a value over n draws is within 6 * 0.5 / sqrt(n) gaps, and the mean
-  # error of all values and draws within 5 * 0.5 / sqrt(their number).
+  # A rounding error has a standard deviation of at most half a gap. The bounds
+  # are six standard deviations of a value's mean error over all draws, and five
+  # of the mean error over all values and draws.
   codec = codec_oracles.GROUP_CODECS[name](32, "stochastic")
   draws = 1024
   x = inputs(codec, (3, 96))

@@ -28,7 +28,7 @@ NAME = "tests.codecs.own_codec:make"
 
 
 def problem():
-  """Returns a least-squares problem: parameters and their loss."""
+  """Returns a least-squares problem: initial parameters and a loss function."""
   x = jax.random.normal(jax.random.key(0), (128, 64))
   y = x @ jax.random.normal(jax.random.key(1), (64, 128))
   return {"w": jnp.zeros((64, 128))}, lambda p: jnp.mean((x @ p["w"] - y) ** 2)
@@ -70,7 +70,7 @@ def test_own_codec_trains(kind):
     )
   assert state.mu.codes["w"].dtype == jnp.int8
   assert int(state.count) == 200
-  # The losses differ by at most a twentieth of what Adam reduced the loss by.
+  # The losses differ by at most 5 % of Adam's reduction of the loss.
   start = loss(params)
   assert abs(loss(got) - loss(want)) < 0.05 * (start - loss(want))
 
@@ -136,7 +136,7 @@ def test_kernel_refuses_an_unregistered_codec(codec, name):
 
 
 def test_own_codec_runs_in_the_kernel_for_tpus():
-  """The TPU kernel calls the codec itself, so nothing must be registered."""
+  """The TPU kernel calls the codec itself, so it need not be registered."""
   codec = own_codec.make()
   args, groups = step_arguments(codec), codec.groups
   kernel = adam.adamw_step.kernel("mosaic_tpu")
@@ -148,7 +148,7 @@ def test_own_codec_runs_in_the_kernel_for_tpus():
 
 @dataclasses.dataclass(frozen=True)
 class OnRegisters:
-  """Encodes and decodes `FourthRoots` in the kernel, rounding to nearest."""
+  """Implements `FourthRoots` for the kernel, with rounding to nearest."""
 
   codec: own_codec.FourthRoots
 

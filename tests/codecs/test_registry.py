@@ -19,7 +19,7 @@ OWN = "tests.codecs.own_codec:make"
 
 @pytest.fixture
 def registered(monkeypatch):
-  """Registers the own codec under the name "make"."""
+  """Registers the codec of `own_codec` under the name "make"."""
   monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
   codecs.register(own_codec.make)
 

@@ -41,7 +41,7 @@ def assert_shares(tree, *, parts: int, vector_parts: int = 1):
 
 
 def assert_learns(losses):
-  """Checks that the loss starts near that of guessing and falls far below."""
+  """Checks that the loss starts above 1.5, and falls by more than 70 %."""
   assert losses[0] > 1.5 and np.all(np.isfinite(losses))
   assert losses[-1] < 0.3 * losses[0]
 
@@ -53,7 +53,7 @@ def check_gemma(names):
   check_gemma_shares(model, optimizer)
   of_weight = model.layers[0].mlp.down_proj.kernel
   assert of_weight[...].sharding.spec == P("tensor", "fsdp")
-  # The replaced layers have the same parameters.
+  # The FP8 layers have the parameters of the layers that they replace.
   with jax.set_mesh(names["mesh"]):
     plain = nnx.eval_shape(
       lambda: names["Transformer"](names["Layers"](), rngs=nnx.Rngs(0))

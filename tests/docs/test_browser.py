@@ -123,7 +123,7 @@ def site(tmp_path_factory):
 
 
 class QuietHandler(http.server.SimpleHTTPRequestHandler):
-  """Serves files without a line for each request."""
+  """Serves files without logging requests."""
 
   def log_message(self, format: str, *args) -> None:
     pass
@@ -152,7 +152,7 @@ def answers_page(tmp_path_factory):
 
 @pytest.fixture(params=["front page", "layers/", "answers"])
 def address(request):
-  """Returns the address of the front page, a page of much code, or answers."""
+  """Returns the address of the front page, a page with code, or the answers."""
   if request.param == "answers":
     return request.getfixturevalue("answers_page")
   path = "" if request.param == "front page" else request.param
@@ -161,7 +161,7 @@ def address(request):
 
 @pytest.fixture
 def open_page(browser):
-  """Returns a function that opens a page; fails later if a page logs errors."""
+  """Returns a function that opens a page; logged errors fail the test."""
   errors, contexts = [], []
 
   def opened(address, scheme, viewport):

@@ -130,7 +130,7 @@ def test_headline_shows_the_measured_figures(page, lines):
   assert table((ROOT / page).read_text(), before_table) == want[:lines]
 
 
-def test_speedup_and_peak_in_the_readme_equal_the_rows():
+def test_speedup_and_peak_in_the_readme_match_the_rows():
   steps = steps_on_one_gpu()
   bf16, coat = (steps["olmo_1b", variant] for variant in ("bf16", "minimal"))
   speedup = bf16["median_ms"] / coat["median_ms"]
@@ -140,7 +140,7 @@ def test_speedup_and_peak_in_the_readme_equal_the_rows():
   assert words in " ".join((ROOT / "README.md").read_text().split())
 
 
-def test_tables_of_peers_equal_the_rows():
+def test_tables_of_peers_match_the_rows():
   layer, optimizer = "peers.layer", "peers.optimizer"
   want = []
   for name in ("bf16", "torchao float8 tensorwise", "torchao float8 rowwise"):
@@ -189,7 +189,7 @@ def test_tables_of_peers_equal_the_rows():
   assert table(PERFORMANCE, "A step of AdamW on one tensor") == want
 
 
-def test_table_of_other_models_equals_the_rows():
+def test_table_of_other_models_matches_the_rows():
   rows = layer_rows("layer_shapes")
   want = []
   for preset, seq, variant in (
@@ -208,7 +208,7 @@ def test_table_of_other_models_equals_the_rows():
   assert table(PERFORMANCE, "Layers of other shapes") == want
 
 
-def test_table_of_towers_equals_the_rows():
+def test_table_of_towers_matches_the_rows():
   rows = layer_rows("layer_shapes")
   want = []
   for preset, seq in (("siglip_so400m", 729), ("clip_l", 577)):
@@ -220,7 +220,7 @@ def test_table_of_towers_equals_the_rows():
   assert table(text, "## Time of a layer") == want
 
 
-def test_table_of_steps_equals_the_rows():
+def test_table_of_steps_matches_the_rows():
   rows = steps_on_one_gpu()
   keys = [
     ("olmo_1b", v) for v in ("bf16", "fp8_linear", "block", "minimal", "lean")
@@ -236,7 +236,7 @@ def test_table_of_steps_equals_the_rows():
   assert table(PERFORMANCE, "## Whole training steps on one GPU") == want
 
 
-def test_training_table_equals_the_rows():
+def test_training_table_matches_the_rows():
   cases = [("bf16", 2), ("fp8_linear", 2), ("coat", 2), ("minimal", 2)]
   cases += [("bf16", 4), ("minimal", 4)]
   cases += [("bf16", 1), ("fp8_linear", 1), ("minimal", 9)]
@@ -252,7 +252,7 @@ def test_training_table_equals_the_rows():
   assert table(PERFORMANCE, "## Training on several GPUs") == want
 
 
-def test_layer_table_equals_the_rows():
+def test_layer_table_matches_the_rows():
   times = {key[2:]: row for key, row in layer_rows().items()}
   units = {
     row["case"]["variant"]: row["units_per_layer"]
@@ -275,7 +275,7 @@ def test_layer_table_equals_the_rows():
   assert table(PERFORMANCE, "## One decoder layer") == want
 
 
-def test_optimizer_table_equals_the_rows():
+def test_optimizer_table_matches_the_rows():
   ms = optimizer_ms()
   keys = [("optax.adamw", None), ("coat", "nearest")]
   names = ("coat", "coat_e5m2", "coat_factored", "log8", "fp8")
@@ -301,7 +301,7 @@ def test_optimizer_table_equals_the_rows():
   assert table(PERFORMANCE, "## The optimizer's step") == want
 
 
-def test_table_of_fused_steps_equals_the_rows():
+def test_table_of_fused_steps_matches_the_rows():
   lion = {
     tuple(row["case"].get(key) for key in ("codec", "rounding", "dtype")): row
     for row in measured("optimizer_lion")
@@ -324,7 +324,7 @@ def test_table_of_fused_steps_equals_the_rows():
   assert table(text, "one step over 2^28 parameters on one H200") == want
 
 
-def test_table_of_saved_residuals_equals_the_counts():
+def test_table_of_saved_residuals_matches_the_counts():
   text = (DOCS / "layers.md").read_text()
   shown = table(text, "## What is saved for the backward pass")
   for column, row in enumerate(memory.residuals("llama2_7b", 256)):
@@ -334,7 +334,7 @@ def test_table_of_saved_residuals_equals_the_counts():
     assert [cells[column] for cells in shown] == pytest.approx(want, abs=6e-3)
 
 
-def test_tables_of_quantization_equal_the_rows():
+def test_tables_of_quantization_match_the_rows():
   text = (DOCS / "stability.md").read_text()
   rows = [
     row for row in measured("quantization") if row["case"]["preset"] == "demo"
@@ -358,7 +358,7 @@ def test_figure_is_drawn_for_light_and_dark_pages(figure, tmp_path):
   assert files[0].read_bytes() != files[1].read_bytes()
 
 
-def test_expansion_figure_agrees_with_the_method():
+def test_expansion_figure_agrees_with_the_method_page():
   figure = expansion.draw(style.PALETTES[0])
   shown = [text.get_text() for ax in figure.axes for text in ax.texts]
   for words in ("32 of 128 become 0", "k = 0.75", "22 codes", "77 codes"):

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 
 def assert_learns_like(losses, expected, *, rtol: float):
-  """Checks that the loss falls, and starts at the same value up to rounding."""
+  """Checks that the loss falls, and starts at the expected value."""
   howto.assert_learns(losses)
   np.testing.assert_allclose(losses[0], expected[0], rtol=rtol)
 
@@ -53,7 +53,7 @@ def test_nanodo_trains_with_the_optimizer_alone_and_on_two_axes():
   howto.check_nanodo_shares(state, encoded=7)
   howto.assert_learns(losses)
 
-  # FSDP over two explicit axes; the page's functions read their names in DATA.
+  # FSDP over two explicit axes, whose names the page's functions find in DATA.
   names["DATA"] = axes = ("data", "fsdp")
   model = names["TransformerDo"](config, names["FP8TBlock"], names["Embed"])
   state, losses = train(model, jax.make_mesh((4, 2), axes))

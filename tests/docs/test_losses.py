@@ -78,7 +78,7 @@ def test_text_about_long_runs_agrees_with_measurements():
   )
 
 
-def test_accuracy_page_shows_the_measured_pairs():
+def test_accuracy_page_shows_the_measured_differences_of_long_runs():
   runs = long.read_runs()
   plain, ends, halfway = [], [], []
   for corpus, name in (
@@ -101,12 +101,12 @@ def test_accuracy_page_shows_the_measured_pairs():
   first, second, third = (f"{x:.3f}" for x in sorted(halfway))
   assert f"Halfway, it was {first}, {second} and {third} above" in words
   tuned = [row["held_out"][-1][1] for row in measured("finetuning")]
-  # BF16 comes before coat.
+  # Rows come in pairs: BF16, then `coat`.
   first, second = (f"{tuned[i + 1] - tuned[i]:+.4f}" for i in (0, 2))
   assert f"`coat` - BF16 was {first} and {second}" in words
 
 
-def test_runs_page_shows_the_measured_scores_of_sums():
+def test_pages_show_the_measured_scores_on_sums():
   found: dict[str, list[float]] = {}
   for row in measured("sums"):
     if row["case"]["steps"] == 600:
@@ -137,7 +137,7 @@ def test_runs_page_shows_the_measured_scores_of_sums():
   assert f"{mean:+.1f} ± {half:.1f} points" in words
 
 
-def test_page_shows_how_much_of_the_grid_was_run():
+def test_stability_page_shows_how_much_of_the_grid_was_run():
   said = stability.progress(measured("stability"))
   assert said in " ".join((DOCS / "stability.md").read_text().split())
 
@@ -185,7 +185,7 @@ def test_pages_show_the_measured_grid_of_the_larger_model():
   assert f"end between {min(broken):.0f} and {max(broken):.0f} nats" in words
 
 
-def test_page_shows_the_measured_losses_of_longer_races():
+def test_codec_race_page_shows_the_measured_losses_of_longer_races():
   rows = measured("codec_race_1000")
   shown = (DOCS / "codec_race.md").read_text()
   assert codec_race_table.table(rows, "demo") in shown

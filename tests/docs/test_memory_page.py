@@ -22,7 +22,7 @@ def test_bytes_per_parameter_add_up():
     assert whole == pytest.approx(total * 6.738415616, abs=0.08)
 
 
-def test_bytes_per_token_equal_the_counts():
+def test_bytes_per_token_match_the_counts():
   coat, bf16 = recipes.coat(), recipes.bf16()
   cases = [(bf16, "none"), (recipes.fp8_linear(), "none")]
   cases += [(recipes.coat(residuals="coat"), "none"), (coat, "none")]
@@ -35,7 +35,7 @@ def test_bytes_per_token_equal_the_counts():
     assert 32 * kept / 1e6 == pytest.approx(megabytes, abs=0.006)
 
 
-def test_whole_steps_equal_the_rows():
+def test_whole_steps_match_the_rows():
   rows = measured("lean")
   # docs/plan.md states the largest and the median error.
   errors = sorted(abs(row["error"]) for row in rows)

@@ -23,7 +23,7 @@ def without_digits(text: str) -> str:
 def check_optimizer(names, printed):
   adam, coat = names["adam_losses"], names["coat_losses"]
   assert coat[0] == pytest.approx(adam[0], rel=1e-5)
-  # The losses differ by at most a tenth of the fall of Adam's loss.
+  # The losses differ by at most 10 % of Adam's reduction of the loss.
   assert coat[-1] == pytest.approx(adam[-1], abs=0.1 * (adam[0] - adam[-1]))
   for moment in ("mu", "nu"):
     assert 0 < names["report"][moment]["relative_error"] < 0.1

@@ -158,7 +158,7 @@ def test_block_that_is_not_run_has_a_reason():
       python_blocks(hidden)
 
 
-def test_links_of_the_readme_exist():
+def test_links_of_the_readme_lead_to_files():
   targets = re.findall(r"\]\(([^)#]+)[^)]*\)", (ROOT / "README.md").read_text())
   local = [target for target in targets if "://" not in target]
   assert len(local) > 10

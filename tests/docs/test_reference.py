@@ -33,7 +33,7 @@ ENTRIES = [
 
 
 def find(path: str):
-  """Returns what a dotted path names; prefers a function to its module."""
+  """Returns the object at a dotted path; prefers functions to modules."""
   parent, _, name = path.rpartition(".")
   if parent and hasattr(find(parent), name):
     return getattr(find(parent), name)
@@ -98,7 +98,7 @@ def test_entries_have_the_kind_of_the_object():
     assert kinds == (inspect.ismodule(python), is_class), entry
 
 
-def test_functions_come_before_modules_of_their_name():
+def test_functions_take_precedence_over_modules_of_their_name():
   files = {
     "__init__.py": "from p.a import A as A\nfrom p.a import a as a\n"
     "from p.b import B as B\n\ndef b(): ...",

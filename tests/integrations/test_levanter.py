@@ -118,7 +118,7 @@ def test_trainer_shards_saves_and_restores_on_another_mesh(tmp_path, capsys):
 
 
 def step(config, params, grads):
-  """Returns updates and state of a first step, with "mlp" on 8 devices."""
+  """Returns a first step's updates and state; "mlp" is split over 8 devices."""
   optimizer = config.build(2)
   mesh = jax.make_mesh((8,), ("model",), axis_types=(AxisType.Auto,))
   with jax.set_mesh(mesh), axis_mapping({"mlp": "model"}):

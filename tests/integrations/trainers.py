@@ -10,7 +10,7 @@ STATE = 2.08
 
 
 def tokens(steps, *, batch, length):
-  """Yields batches with only 16 different tokens: a model soon learns them."""
+  """Yields batches of only 16 different tokens, which a model soon learns."""
   random = np.random.default_rng(0)
   for _ in range(steps):
     yield random.integers(1, 17, (batch, length)).astype(np.int32)

@@ -3,8 +3,8 @@
 
 `pin(x, value)` returns `value`, and its gradient is the identity. Quantized
 values come from the reference operations, so these functions and the layers
-read the same codes. Gradients are computed by JAX, from plain f32 functions at
-these values. As in the layers, gradients that enter a matmul are rounded to
+read the same codes. JAX computes the gradients of plain f32 functions at the
+quantized values. As in the layers, gradients that enter a matmul are rounded to
 E5M2, or to the format in `formats`. Nothing else is rounded in the backward
 pass.
 """
@@ -168,7 +168,8 @@ def self_attention(x, weights, kind, segments, turn, heads, over, eps, recipe):
   Args:
     x: [B, T, D].
     weights: `BlockWeights`, with the weights of both norms in `middle`.
-    kind, segments: see `attention`.
+    kind: `AttentionKind`.
+    segments: ids of documents [B, T], or None.
     turn: function that applies RoPE to [B, T, N, H].
     heads: (N, K).
     over: whether a norm's mean is over a "head" or over "all" channels.

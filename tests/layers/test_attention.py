@@ -172,7 +172,7 @@ def test_module_accepts_any_leading_axes():
 def test_module_attends_only_to_the_past():
   m = module(dtype=jnp.float32)
   x = case()[0]
-  later = x.at[:, 4:].multiply(-1)  # Changing signs changes no scale.
+  later = x.at[:, 4:].multiply(-1)  # A change of sign changes no scale.
   y, y_later = run(m, x), run(m, later)
   assert_same_bits(y[:, :4], y_later[:, :4])
   assert jnp.any(y[:, 4:] != y_later[:, 4:])

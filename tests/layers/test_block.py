@@ -151,7 +151,7 @@ def test_modules_can_omit_norm_and_residual_add(make, recipe):
   bare = build(norm=None, add_input=False, **options)
   y, added, wanted = outputs(bare, build(norm=None, **options), x)
   assert jnp.any(y)
-  # Only `unnormed` adds x inside the block, so f32 may be rounded differently.
+  # Only `unnormed` adds x inside the block, so f32 roundings may differ.
   assert_close(added, wanted, 1e-6)
 
 
@@ -242,6 +242,6 @@ def test_post_norm_matches_a_norm_after_the_block(make, recipe, norm):
   (y, (dw, dx)), (want, (want_dw, want_dx)) = run(whole, parts, x, dy)
   assert_close(y, want, 1e-6)
   dnorm = dw.pop("post_norm")
-  # XLA may fuse a product and a sum in only one of the two programs. This
-  # changes f32 roundings, but no code.
+  # XLA may round a * b + c once in one program and twice in the other. This
+  # changes f32 results, but no code.
   assert_close((dx, dw, dnorm), (want_dx, want_dw["block"], want_dw["norm"]))

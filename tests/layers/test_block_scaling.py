@@ -31,7 +31,7 @@ T, D, F, BLOCK = 150, 200, 300, 128
 
 
 def scaled_case(shape, seed=0):
-  """Returns values whose magnitudes differ between rows and columns."""
+  """Returns random values; each row and each column has another magnitude."""
   rng = np.random.default_rng(seed)
   rows, columns = (np.exp2(rng.integers(-9, 9, size=n)) for n in shape)
   x = rng.normal(size=shape) * rows[:, None] * columns

@@ -47,7 +47,7 @@ TEXT = [
   "I am happy to help you with that, and with this.",
   '{"name": "get_weather", "arguments": {"city": "Paris"}}',
 ] * 4
-# Of GPT-4's tokenizer, as Llama 3 and Qwen write it.
+# The pattern of GPT-4's tokenizer, as Llama 3 and Qwen write it.
 SPLIT = (
   r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
   r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -102,7 +102,7 @@ def qwen():
 
 
 def llama2():
-  """Of sentencepiece's kind: "▁" for spaces, bytes for what is not known."""
+  """Makes one like sentencepiece's: "▁" for spaces, bytes for unknown text."""
   trained = Tokenizer(models.BPE())
   trained.pre_tokenizer = pre_tokenizers.Metaspace()
   trainer = trainers.BpeTrainer(vocab_size=120, show_progress=False)

@@ -2,7 +2,7 @@
 # ruff: noqa: E501
 """Published chat templates, and edits that insert {% generation %} in them.
 
-Each edit (old, new) replaces a text by another. The inserted block contains
+Each edit (old, new) replaces `old` by `new`. The inserted block contains
 what the model writes after the generation prompt, including the token that ends
 its turn.
 """
@@ -304,7 +304,7 @@ QWEN3_EDITS = [
 
 
 def with_generation(template, edits):
-  """Makes the edits, each of which must apply to one place."""
+  """Applies the edits, each of which must match exactly one place."""
   for old, new in edits:
     assert template.count(old) == 1, (template.count(old), old)
     template = template.replace(old, new)

@@ -211,10 +211,10 @@ def exchanged(recipe):
   return found
 
 
-# tests/aot/test_experts.py counts the same bytes in programs for GPUs.
+# tests/aot/test_experts.py checks the same formats in programs for GPUs.
 def test_each_recipe_exchanges_rows_in_its_formats():
-  # Each of the eight devices has B * T * K / 8 rows. Padded, it sends that many
-  # rows to each of four devices.
+  # Each of the eight devices has B * T * K / 8 rows. With padding, it sends as
+  # many rows to each of four devices.
   values = 4 * (B * T * K // 8) * D
   # FP8 experts exchange tokens as E4M3 in both passes, and gradients of outputs
   # as E5M2. Outputs and gradients of tokens are in BF16.

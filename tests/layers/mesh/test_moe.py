@@ -21,7 +21,7 @@ from tests.matrices import quick
 
 E, B, T = 5, 8, 8
 NAMES = ("data", "fsdp", "tensor")
-# Five experts cannot be split evenly, so only rows and columns of weights are.
+# Five experts cannot be split evenly, so weights' rows and columns are split.
 SPECS = {
   "gate_up": P(None, "fsdp", None, "tensor"),
   "down": P(None, ("tensor", "fsdp")),
@@ -99,13 +99,13 @@ def test_all_devices_together_save_each_code_once():
       params,
       x,
     )
-  # Codes are the input of the norm, and gate and up in K experts per token.
+  # The codes are the norm's input, and gate and up of K experts per token.
   codes = sum(a.size for a in leaves if a.dtype == recipe.formats.values)
   assert codes == B * T * (D + 2 * K * F)
 
 
 @pytest.mark.parametrize("recipe", [recipes.coat(), recipes.bf16()])
-def test_a_device_sorts_only_copies_of_its_own_sequences(recipe):
+def test_a_device_sorts_only_copies_of_its_own_tokens(recipe):
   f, params = build(
     dataclasses.replace(recipe, axes=MeshAxes(tensor="tensor")), E
   )

@@ -64,7 +64,7 @@ def spec_of(path, p):
 
 
 def build(make, recipe):
-  """Returns f(parameters, x), which runs the module, and the parameters."""
+  """Returns (f, parameters), where f(parameters, x) runs the module."""
   graph = nnx.split(nnx.eval_shape(lambda: make(recipe)), nnx.Param)[0]
   single = dataclasses.replace(recipe, axes=None)
   params = nnx.to_pure_dict(nnx.split(make(single), nnx.Param)[1])
@@ -345,7 +345,6 @@ def test_checkpoint_with_names_repeats_no_matmul_on_a_mesh():
     wanted = jax.jit(value_and_gradients(f))(*args)
     kept = jax.jit(value_and_gradients(jax.checkpoint(f, policy=policy)))
     assert_close(kept(*args), wanted)
-    # The backward pass repeats no matmul.
     count = lambda g: g.lower(*args).as_text().count("dot_general")  # noqa: E731
     assert count(kept) == count(jax.jit(value_and_gradients(f)))
 

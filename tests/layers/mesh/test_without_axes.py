@@ -175,7 +175,7 @@ MESHES = {
 
 
 def build(case: Case, recipe):
-  """Returns f(weights, inputs), which runs the layer, and the weights."""
+  """Returns (f, weights), where f(weights, inputs) runs the layer."""
   if not case.is_module:
     return (lambda weights, inputs: case.make(recipe, *inputs)), {}
   module = case.make(recipe=recipe, dtype=jnp.float32, rngs=nnx.Rngs(0))
@@ -222,7 +222,7 @@ def cases():
 # With f32 activations, FP8 codes are the same as on one device, because scales
 # cover whole tensors. A different code in one operand would cause an error of
 # 1e-3. Only the order of f32 sums differs. Sums of up to 128 values have an
-# error of 128 * 2^-24 = 8e-6, and a few of them follow one another.
+# error of 128 * 2^-24 = 8e-6, and a layer computes a few such sums in sequence.
 TOLERANCE = 5e-5
 
 
