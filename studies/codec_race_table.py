@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Formats the rows of `studies.codec_race` as a table."""
 
+import math
 from pathlib import Path
 
 from studies.stability_figure import interval
@@ -49,8 +50,8 @@ def table(rows: list[dict], preset: str) -> str:
     cells += [f"{errors[name][key]:.2g}" for key in keys]
     for key in ("loss", "held_out_loss"):
       if name == baseline(name):
-        by_seed = sorted(runs(rows, preset, name).items())
-        cells.append(", ".join(f"{row[key]:.4f}" for _, row in by_seed))
+        by_seed = losses(rows, preset, name, key)
+        cells.append(", ".join(f"{loss:.4f}" for loss in by_seed.values()))
       else:
         cells.append(_shown(differences(rows, preset, name, key)))
     lines.append(cells)
@@ -63,13 +64,22 @@ def _shown(found: list[float]) -> str:
   return "{:+.4f} ± {:.4f}".format(*interval(found))
 
 
-def runs(rows: list[dict], preset: str, name: str) -> dict[int, dict]:
-  """Returns the rows of a candidate's runs by seed."""
+def losses(
+  rows: list[dict], preset: str, name: str, key: str
+) -> dict[int, float | None]:
+  """Returns a candidate's loss for each seed; None if a run diverged.
+
+  If a run was repeated with the same seed, the loss is the mean of these runs.
+  """
+  found: dict[int, list] = {}
+  for row in rows:
+    case = row["case"]
+    if row["bench"] == f"{BENCH}.losses" and case["candidate"] == name:
+      if case["preset"] == preset:
+        found.setdefault(case["seed"], []).append(row[key])
   return {
-    row["case"]["seed"]: row
-    for row in rows
-    if row["bench"] == f"{BENCH}.losses"
-    and (row["case"]["preset"], row["case"]["candidate"]) == (preset, name)
+    seed: None if None in each else math.fsum(each) / len(each)
+    for seed, each in sorted(found.items())
   }
 
 
@@ -77,8 +87,8 @@ def differences(
   rows: list[dict], preset: str, name: str, key: str
 ) -> list[float]:
   """Lists each seed's loss minus the baseline's loss with the same seed."""
-  own, other = (runs(rows, preset, x) for x in (name, baseline(name)))
-  if own == other:
+  if name == baseline(name):
     return []
-  pairs = [(own[s][key], other[s][key]) for s in sorted(own) if s in other]
-  return [a - b for a, b in pairs if None not in (a, b)]
+  own, other = (losses(rows, preset, x, key) for x in (name, baseline(name)))
+  pairs = [(loss, other.get(seed)) for seed, loss in own.items()]
+  return [a - b for a, b in pairs if a is not None and b is not None]

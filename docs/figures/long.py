@@ -28,6 +28,7 @@ PANELS = {
   LATER: {
     "coat": "value",
     "coat, seed 1": "saved",
+    "coat, seed 2": "text",
     "lean": "gradient",
     SECOND_SEED: "plain",
   },
@@ -54,8 +55,10 @@ def read_runs() -> dict[int, dict[str, dict]]:
 
 def bf16_run(runs: dict, variant: str) -> dict:
   """Returns the row of the BF16 run that a variant is compared with."""
-  has_second_seed = variant.endswith(", seed 1") and variant != SECOND_SEED
-  return runs[SECOND_SEED if has_second_seed else "bf16"]
+  if variant == SECOND_SEED:
+    return runs["bf16"]
+  _, comma, seed = variant.partition(", seed ")
+  return runs[f"bf16{comma}{seed}"]
 
 
 def held_out_differences(runs: dict, variant: str) -> dict[int, float]:
@@ -101,10 +104,10 @@ def _draw_run(axes: Axes, runs: dict, variant: str, color: str) -> None:
   plain = np.array(bf16_run(runs, variant)["losses"])[: len(losses)]
   smooth = np.convolve(losses - plain, np.ones(count) / count, "valid")
   x = (np.arange(len(smooth)) + count / 2) * width
-  axes.plot(x, smooth, color=color, lw=2, label=f"{variant}, training")
+  axes.plot(x, smooth, color=color, lw=2, label=variant)
   steps, dots = np.array(list(held_out_differences(runs, variant).items())).T
   x = steps * TOKENS_PER_STEP / 1e6
-  axes.plot(x, dots, "o", color=color, label=f"{variant}, held out")
+  axes.plot(x, dots, "o", color=color)
 
 
 if __name__ == "__main__":

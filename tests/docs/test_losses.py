@@ -33,6 +33,7 @@ def test_runs_page_shows_the_measured_differences_of_long_runs():
     ("`coat`", "coat", long.LATER),
     ("`coat`", "coat", long.EARLIER),
     ("`coat`, seed 1", "coat, seed 1", long.LATER),
+    ("`coat`, seed 2", "coat, seed 2", long.LATER),
     (lean, "lean", long.LATER),
     (with_attention, "lean, attention fp8", long.EARLIER),
     (other, "coat, earlier machine", long.EARLIER),
@@ -61,6 +62,7 @@ def test_text_about_long_runs_agrees_with_measurements():
   for variant, corpus, least, most in (
     ("coat", long.LATER, 0.007, 0.012),
     ("coat, seed 1", long.LATER, 0.002, 0.005),
+    ("coat, seed 2", long.LATER, 0.004, 0.007),
     ("coat", long.EARLIER, 0.007, 0.012),
   ):
     pair = long.held_out_differences(runs[corpus], variant)
@@ -72,10 +74,8 @@ def test_text_about_long_runs_agrees_with_measurements():
     ends = [x["held_out"][-1][1] for x in (plain, runs[corpus][variant])]
     cells = "| {:.4f} | {:.4f} | {:+.4f} |".format(*ends, ends[1] - ends[0])
     assert cells in shown
-  first, second = above
-  assert (
-    f"at {first} of 20 evaluations with seed 0, and at {second} of 20" in shown
-  )
+  counts = "at {}, {} and {} of 20 evaluations with seeds 0, 1 and 2"
+  assert counts.format(*above) in shown
 
 
 def test_accuracy_page_shows_the_measured_differences_of_long_runs():
@@ -84,6 +84,7 @@ def test_accuracy_page_shows_the_measured_differences_of_long_runs():
   for corpus, name in (
     (long.LATER, "coat"),
     (long.LATER, "coat, seed 1"),
+    (long.LATER, "coat, seed 2"),
     (long.EARLIER, "coat"),
   ):
     plain.append(long.bf16_run(runs[corpus], name)["held_out"][-1][1])
@@ -95,11 +96,10 @@ def test_accuracy_page_shows_the_measured_differences_of_long_runs():
   cells = f"| {losses_shown} | {signed(ends)} | {mean:+.4f} ± {half:.4f} |"
   assert cells in ACCURACY
   words = " ".join(ACCURACY.split())
-  first, second, third = (f"{x:.3f}" for x in sorted(ends))
-  said = f"ended {first}, {second} and {third} nats per token above BF16"
-  assert said in words
-  first, second, third = (f"{x:.3f}" for x in sorted(halfway))
-  assert f"Halfway, it was {first}, {second} and {third} above" in words
+  said = "ended {:.3f}, {:.3f}, {:.3f} and {:.3f} nats per token above BF16"
+  assert said.format(*sorted(ends)) in words
+  said = "Halfway, it was {:.3f}, {:.3f}, {:.3f} and {:.3f} above"
+  assert said.format(*sorted(halfway)) in words
   tuned = [row["held_out"][-1][1] for row in measured("finetuning")]
   # Rows come in pairs: BF16, then `coat`.
   first, second = (f"{tuned[i + 1] - tuned[i]:+.4f}" for i in (0, 2))

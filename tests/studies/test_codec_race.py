@@ -54,6 +54,14 @@ def test_differences_pair_seeds_and_leave_out_failures():
   assert codec_race_table.baseline("coat, nearest") == "float32"
 
 
+def test_repeated_runs_of_a_seed_are_averaged():
+  rows = [row("float32", 0, 2.0), row("float32", 0, 2.5), row("coat", 0, 3.0)]
+  found = codec_race_table.differences(rows, "demo", "coat", "loss")
+  assert found == [0.75]
+  rows += [row("coat", 0, None), row("coat", 1, 2.0)]
+  assert codec_race_table.differences(rows, "demo", "coat", "loss") == []
+
+
 def test_table_shows_an_interval_for_three_or_more_seeds():
   def line(name, rows):
     lines = codec_race_table.table(rows, "demo").splitlines()
