@@ -127,7 +127,7 @@ def test_train_and_eval_reach_converted_layers(name):
 @pytest.mark.parametrize("name, has_blocks", CASES)
 def test_outputs_without_fp8_match_the_model(name, has_blocks):
   model, new, _, x = converted(name, has_blocks, recipes.bf16())
-  # Only the order of f32 sums of at most F products differs, in a few layers.
+  # A few layers sum at most F products in f32, in a different order.
   assert_close(run(new, x), run(model, x), 1e-5)
 
 
@@ -190,7 +190,7 @@ def test_training_lowers_the_loss_and_updates_the_original():
 # Errors ---------------------------------------------------------------------
 
 
-def test_cycle_is_refused():
+def test_modules_in_a_cycle_are_refused():
   model = nnx.Dict(a=nnx.Dict())
   model.a.parent = model
   with pytest.raises(

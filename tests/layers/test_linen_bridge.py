@@ -17,8 +17,8 @@ from examples import linen_bridge
 @pytest.mark.slow
 def test_the_example_learns():
   first, last = linen_bridge.main(steps=21)
-  # The loss starts at ln(16) = 2.77, and the model soon memorizes eight
-  # sequences.
+  # The loss starts at ln(16) = 2.77, and the model soon memorizes its eight
+  # training sequences.
   assert first > 2.5
   assert last < 0.5 * first
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The text of config.json of published checkpoints."""
+"""Provides the config.json of published checkpoints, as text."""
 
 # transformers 4 wrote these files.
 LLAMA2_7B = """{
