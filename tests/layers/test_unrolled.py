@@ -46,7 +46,8 @@ def test_xla_saves_less_than_a_quarter_of_the_bytes_with_coat():
     bytes_of[recipe.name] = added / 2 / T
   # We measured 13,044 bytes per token and layer with the `bf16` recipe, and
   # 2,410 with `coat`. Without the barriers of `layers/rule.py` and
-  # `attention_bwd`, XLA would save f32 values and arrays of zeros for all layers.
+  # `attention_bwd`, XLA would save f32 values and arrays of zeros for every
+  # layer.
   assert bytes_of["coat"] < 0.25 * bytes_of["bf16"]
 
 

@@ -216,7 +216,7 @@ def test_sampled_tokens_depend_only_on_seed_and_row(small):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen3_moe", "qwen3"])
-def test_casting_weights_first_changes_no_hidden_state(name):
+def test_casting_weights_before_generation_changes_no_hidden_state(name):
   model = build(CONFIGS[name], recipes.coat(), dtype=jnp.bfloat16)
   graph, params = nnx.split(model)
   tokens = jnp.arange(24, dtype=jnp.int32).reshape(2, 12) % 40

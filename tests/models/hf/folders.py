@@ -101,7 +101,7 @@ def by_tensor(config, params):
 
 
 def fused(norms):
-  """Merges the norms of expert tensors that transformers stores as one tensor."""
+  """Merges the norms of expert tensors that transformers stores as one."""
   squares = {}
   for name, norm in norms.items():
     name = re.sub(r"experts\.\d+\.(gate|up)_proj.weight", GATE_UP, name)

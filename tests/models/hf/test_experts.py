@@ -71,7 +71,7 @@ def test_experts_are_read_under_both_names_and_written():
   assert found["num_local_experts"] == config.num_experts == 4
   assert (config.d_ff, config.experts_per_token) == (64, 2)
   assert not config.normalize_experts and config.auxiliary_loss == 0.001
-  # transformers 4 reads one of these keys, and transformers 5 the other.
+  # transformers 4 reads num_experts, and transformers 5 num_local_experts.
   written = write_config(config, dtype)
   assert written["num_experts"] == written["num_local_experts"] == 4
   for key in ("num_experts_per_tok", "norm_topk_prob", "num_local_experts"):

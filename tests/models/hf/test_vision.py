@@ -164,7 +164,7 @@ def test_config_decides_the_class_of_the_model(tmp_path):
     assert type(load_hf(DATA / name)) is kind
 
 
-def test_image_classes_have_names(tmp_path):
+def test_names_of_image_classes_are_written(tmp_path):
   config = VisionConfig(
     family="vit",
     num_layers=1,
