@@ -222,7 +222,7 @@ def test_store_casts_weights_but_not_norms_and_biases():
 
 
 def test_pixels_outside_whole_patches_are_ignored():
-  """SigLIP's image size 384, for example, is no multiple of its patch size 14."""
+  """SigLIP's image size 384, for example, is not a multiple of 14."""
   config = dataclasses.replace(CONFIG, image_size=30, family="vit")
   assert config.num_patches == 4 and config.num_tokens == 5
   tower = VisionTower(config, recipe=recipes.bf16(), rngs=nnx.Rngs(0))

@@ -22,7 +22,7 @@ DTYPES = [formats.E4M3, formats.E5M2]
     (formats.INT8, 127, 1),
   ],
 )
-def test_limits_of_each_format(dtype, qmax, subnormal):
+def test_formats_have_the_expected_limits(dtype, qmax, subnormal):
   assert formats.qmax(dtype) == qmax
   assert formats.neighbours(jnp.float32(0), dtype)[1] == subnormal
 

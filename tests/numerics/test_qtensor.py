@@ -246,7 +246,7 @@ def test_nan_makes_a_whole_per_tensor_array_nan():
   assert np.all(np.isnan(q.dequantize()))
 
 
-def test_group_codes_match_coats_code():
+def test_group_codes_match_coats_implementation():
   # COAT's code divides by the f32 scale, and stores it rounded to the nearest
   # BF16. We divide by the stored scale, so compare codes for f32 scales. COAT
   # also adds 1e-10 to amax, which has no effect here (amax > 0.1). COAT divides

@@ -51,7 +51,7 @@ def explain(op, *args, **how) -> str:
     ("cpu", None),
   ],
 )
-def test_capability_follows_from_the_name_of_a_described_gpu(kind, found):
+def test_capability_follows_from_the_name_of_an_abstract_gpu(kind, found):
   with on(kind):
     assert capability.capability() == found
 

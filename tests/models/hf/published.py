@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Provides the config.json of published checkpoints, as text."""
 
-# MISTRAL has the keys of transformers 5, and the others have those of version 4.
+# MISTRAL has the keys of transformers 5, the others those of version 4.
 LLAMA2_7B = """{
   "_name_or_path": "meta-llama/Llama-2-7b-hf",
   "architectures": ["LlamaForCausalLM"], "bos_token_id": 1, "eos_token_id": 2,

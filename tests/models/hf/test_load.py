@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares loaded models with transformers, and their weights with the files."""
+"""Compares loaded models with transformers, and their weights with files."""
 
 import jax
 import jax.numpy as jnp
