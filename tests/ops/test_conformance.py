@@ -33,7 +33,7 @@ from tests.pallas.kernels import (
 
 OPERATIONS = [x for x in vars(ops).values() if isinstance(x, ops.Op)]
 OPERATIONS.append(own_op.double)
-# Operations of optimizers, which tests/pallas tests.
+# Operations of optimizers. Their cases are in `tests/pallas`.
 STEPS = [adam.adam_update, adam.adamw_step, lion.lion_step]
 
 

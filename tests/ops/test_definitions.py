@@ -196,7 +196,7 @@ def test_norm_forward_matches_float64(kind, width, has_gamma, has_beta, eps):
 
 
 @pytest.mark.parametrize("kind, width, has_gamma, has_beta, eps", NORMS)
-def test_norm_backward_is_the_gradient(kind, width, has_gamma, has_beta, eps):
+def test_norm_bwd_matches_the_gradient(kind, width, has_gamma, has_beta, eps):
   x, values, gamma, beta = norm_case(width, has_gamma, has_beta)
   _, stats = ops.norm_values(values, gamma, beta, kind=kind, eps=eps)
   dy = gradient((ROWS, width))
