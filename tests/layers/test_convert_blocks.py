@@ -296,7 +296,7 @@ def test_separate_gate_and_up_save_as_many_bytes_as_fused_ones():
   )
 
 
-def test_concatenated_gate_and_up_are_not_saved():
+def test_concatenated_weights_of_gate_and_up_are_not_saved():
   model = FeedForward(**BF16, rngs=nnx.Rngs(0))
   new, _ = convert(model, blocks={FeedForward: layers.MLP})
   graph, params = nnx.split(new)

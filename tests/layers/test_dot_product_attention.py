@@ -51,7 +51,7 @@ OPTIONS = [
 
 @functools.partial(jit, static_argnames=("recipe", "kind"))
 def middle_gradients(q, k, v, segments, dout, recipe, kind):
-  """Returns dq, dk and dv of attention without the matmuls around it."""
+  """Returns dq, dk and dv of attention, without the projections around it."""
   middle = heads_middle(N, K, kind)
   inputs = AttentionInputs(jnp.arange(T), segments)
   saved = forward(middle, (q, k, v), inputs, recipe).saved

@@ -170,8 +170,8 @@ def test_gated_mlp_with_a_post_norm_in_bfloat16_is_close_to_f32():
   assert_close(dw.back.bias, want_dw.back.bias, 2.0**-8)
   # The gradients of the down matmul's output and input are rounded to BF16
   # before E5M2. Each BF16 rounding changes about 2^-9 / 2^-3 of the codes by at
-  # most 2^-2 of their value, which is an error of 2^-5 of the norm. Two such
-  # errors add up to sqrt(2) * 2^-5 = 4.4 %.
+  # most 2^-2 of their value. Relative to the norm, the error is at most
+  # sqrt(2^-6) * 2^-2 = 2^-5, and two such errors are sqrt(2) * 2^-5 = 4.4 %.
   for got, exact in zip(
     jax.tree.leaves((dx, dw)), jax.tree.leaves((want_dx, want_dw)), strict=True
   ):

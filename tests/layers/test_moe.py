@@ -196,7 +196,7 @@ def test_routing_matches_numpy(normalize):
 
 def test_load_balancing_loss_covers_tokens_of_all_layers():
   # As in transformers: concatenate the tokens of all layers, average over them
-  # for each of the k choices and each expert, and sum over choices.
+  # for each of the K choices and each expert, and sum over choices.
   rng = np.random.default_rng(0)
   logits = rng.normal(size=(3, 10, E))  # [layers, tokens, experts]
   p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
@@ -287,7 +287,7 @@ def test_moe_saves_codes_and_expert_numbers(recipe):
 
   leaves = jax.eval_shape(saved, params, x)
   scales = (1, t, K, num_groups(f, G))
-  # FP8 experts save scales, with which the backward pass quantizes tokens and
+  # FP8 experts also save scales, because the backward pass quantizes tokens and
   # weights again.
   again = {(F32, ()): 2, (F32, (E,)): 2} if recipe is FP8_EXPERTS else {}
   assert kinds(leaves) == again | {

@@ -192,7 +192,7 @@ def test_post_norm_saves_its_input_in_fp8(norm, monkeypatch):
       return self.mlp(x)
 
   recipe = recipes.coat()
-  # Count this class instead of a whole layer.
+  # Count the arrays of this class instead of those of a whole layer.
   monkeypatch.setattr(memory_count, "TransformerLayer", Layer)
   arrays = residual_arrays(CONFIG, recipe, tokens=T)
   want = groups(1, T, D) + groups(1, T, F, count=2)

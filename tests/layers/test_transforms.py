@@ -161,7 +161,7 @@ POLICIES = {
 
 @pytest.mark.parametrize("policy", quick(1, POLICIES))
 def test_checkpoint_changes_no_gradient(policy):
-  # If a policy saved E4M3 arrays, JAX would turn values from 256 on into NaN.
+  # If a policy saved E4M3 arrays, JAX would turn values from 256 up into NaN.
   f, params = make("coat")
   f = mean_square(jax.checkpoint(f, policy=POLICIES[policy]))
   got = jit(jax.value_and_grad(f))(params, inputs(B, T))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests what XLA saves for the backward pass of layers without a scan."""
+"""Tests what XLA saves for the backward pass of layers that are not scanned."""
 
 import jax
 import jax.numpy as jnp

@@ -142,7 +142,7 @@ def test_sizes_are_rounded_up_to_a_power_of_two_or_whole_chunks():
   assert {size: bucket(size) for size in sizes} == sizes
 
 
-def test_other_calls_reuse_compiled_programs(small):
+def test_calls_with_other_options_reuse_compiled_programs(small):
   programs: Any = _prefill, _decode
 
   def compiled():

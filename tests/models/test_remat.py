@@ -92,7 +92,7 @@ def value_and_grad(loss, params, mesh=""):
 
 
 def kept_bytes(loss, params, mesh=""):
-  """Returns how many bytes layers save, without parameters and their casts."""
+  """Returns the bytes that layers save, without parameters and their casts."""
   with on_mesh(mesh):
     residuals = jax.eval_shape(lambda p: jax.vjp(loss, p)[1], params)
   shapes = {p.shape for p in jax.tree.leaves(params)}

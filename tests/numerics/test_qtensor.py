@@ -36,7 +36,7 @@ def bits(x) -> np.ndarray:
 def error_bound(x, scale, dtype, group_size):
   """Bounds the error of quantize(x).dequantize(): half a step times the scale.
 
-  Rounding quotient, product and scale to f32 changes each by up to 2^-24, so
+  Rounding to f32 changes quotient, product and scale by up to 2^-24 each, and
   the value by less than 2^-22. Values below 2^-126 may become zero.
   """
   scale = np.asarray(scale, np.float64)

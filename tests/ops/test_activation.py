@@ -65,7 +65,7 @@ def gelu_slope64(x):
 
 @jax.custom_jvp
 def gelu_of_slope64(x):
-  """Computes GELU, with a float64 derivative, because f32 is off by 2e-6."""
+  """Computes GELU; its derivative is float64, because f32 is off by 2e-6."""
   return jnp.float32(gelu64(np.asarray(x, np.float64), True))
 
 

@@ -21,7 +21,7 @@ X = jnp.ones((32, 128))
 
 
 def on(kind: str):
-  """Returns a context in which JAX traces for this GPU."""
+  """Returns a context in which JAX traces for a GPU of this kind."""
   device = AbstractDevice(kind, 100, "cuda")
   return jax.sharding.use_abstract_mesh(
     AbstractMesh((), (), abstract_device=device)

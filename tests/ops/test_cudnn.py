@@ -82,7 +82,7 @@ def test_cudnn_gets_the_settings_that_jax_passes(kind):
   names = ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]
   assert [name for name, _ in actual] == names
   want = settings(lowered_for_h200(forward_and_backward_of_jax(kind), *arrays))
-  if kind.window is not None and kind.window >= 32:  # It covers all keys.
+  if kind.window is not None and kind.window >= 32:  # It sees all keys.
     for _, found in want:
       found["sliding_window_length"] = "0"
   assert actual == want

@@ -32,7 +32,7 @@ def arrays():
 
 
 def read(codes, scales):
-  """Dequantizes codes (as bits) in groups of 16 to f32."""
+  """Dequantizes codes, given as bits, in groups of 16; returns f32."""
   codes = jnp.asarray(np.asarray(codes).view(ml_dtypes.float8_e4m3fn))
   scales = jnp.asarray(scales).astype(jnp.bfloat16)
   return QTensor(codes, scales, GROUP).dequantize()

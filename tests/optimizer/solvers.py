@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Provides an optimizer per codec that encodes even leaves of a few values."""
+"""Provides one optimizer per codec; even leaves of a few values are encoded."""
 
 import functools
 

@@ -103,7 +103,7 @@ def test_unsupported_mixtures_are_refused_by_name(keys, words):
 @pytest.mark.parametrize("mesh", ["", *MESHES])
 @pytest.mark.parametrize("is_fused", [False, True])
 def test_each_expert_is_loaded_into_its_place(mesh, is_fused, tmp_path):
-  """Some files store all experts of a layer in one tensor."""
+  """In some files, the tensors of a layer's experts are stacked."""
   folder = copied(tmp_path / "m", "qwen3_moe")
   want = tensors_of(folder)
   if is_fused:

@@ -130,7 +130,7 @@ def test_decoders_that_scale_embeddings_are_refused():
 
 
 @pytest.mark.slow
-def test_import_and_export_gives_the_same_bytes(tmp_path):
+def test_import_then_export_keeps_all_tensors(tmp_path):
   (source := copied(tmp_path / "a", "llava")).joinpath(
     "preprocessor_config.json"
   ).write_text("{}")

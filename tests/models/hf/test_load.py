@@ -77,7 +77,7 @@ def test_model_matches_transformers(name):
 
 @pytest.mark.parametrize("mesh", ["", *MESHES])
 def test_each_value_is_loaded_into_its_place(mesh, tmp_path):
-  """Loads a family with biases from several shards."""
+  """Loads Qwen2, which has biases, from several shards."""
   folder = split(copied(tmp_path / "m", "qwen2"))
   model = loaded(folder, mesh=make_mesh(parse_mesh(mesh)))
   params = params_of(model)
@@ -104,7 +104,7 @@ def test_each_value_is_loaded_into_its_place(mesh, tmp_path):
     ],
   ),
 )
-def test_model_on_a_mesh_is_sharded_and_has_the_same_logits(name, mesh):
+def test_model_on_a_mesh_is_sharded_and_matches_transformers(name, mesh):
   mesh = make_mesh(parse_mesh(mesh))
   assert mesh is not None
   model = loaded(DATA / name, mesh=mesh)
