@@ -31,10 +31,10 @@ def quick(count: int, cases: Iterable) -> list:
 
 
 def pairwise(*options: Iterable) -> list[tuple]:
-  """Selects combinations that contain each pair of values of two options.
+  """Selects combinations in which each pair of values of two options occurs.
 
   Use it where a bug would depend on at most two options. The first combination
-  contains the first value of each option. Each further one is the combination
+  contains the first value of each option. Each further combination is the one
   with the most pairs that have not occurred yet.
   """
   every = [*itertools.product(*options)]

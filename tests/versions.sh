@@ -30,7 +30,7 @@ check oldest 'jax==0.10.0 jaxlib==0.10.0 optax==0.2.6 flax==0.12.8' \
 # On a CPU, XLA of 0.11.0 gives each layer's temporary arrays their own memory, also
 # in BF16.
 check middle 'jax==0.11.0 jaxlib==0.11.0' "$LAYERS" --deselect \
-  tests/layers/test_unrolled.py::test_xla_saves_less_than_a_quarter_with_recipe_coat "$@"
+  tests/layers/test_unrolled.py::test_xla_saves_less_than_a_quarter_of_the_bytes_with_coat "$@"
 check newest '--upgrade jax jaxlib optax flax' "$LAYERS tests/pallas" "$@"
 # With the new jax.checkpoint, which is off by default.
 export JAX_REMAT3=1 JAX_CUSTOM_VJP3=1

@@ -40,7 +40,7 @@ def test_converted_model_shares_its_variables_with_the_original(
       assert x is theirs[path], path
 
 
-def test_original_is_unchanged():
+def test_conversion_does_not_change_the_original():
   model, new, _, _ = converted("transformer", has_blocks=True)
   kinds = {type(x) for _, x in nnx.iter_modules(model)}
   ours = (layers.Linear, FusedBlock)
@@ -127,7 +127,7 @@ def test_train_and_eval_reach_converted_layers(name):
 @pytest.mark.parametrize("name, has_blocks", CASES)
 def test_outputs_without_fp8_match_the_model(name, has_blocks):
   model, new, _, x = converted(name, has_blocks, recipes.bf16())
-  # Only the order of f32 sums of at most F products differs, in a few layers.
+  # A few layers compute f32 sums of at most F products in a different order.
   assert_close(run(new, x), run(model, x), 1e-5)
 
 
@@ -163,7 +163,7 @@ def test_fp8_gradients_of_all_parameters_are_close_to_the_model(
   assert got.keys() == want.keys()
   for path, gradient in got.items():
     # The backward pass adds twice the error of the forward pass, because E5M2
-    # has one mantissa bit less than E4M3.
+    # has one mantissa bit fewer than E4M3.
     assert relative(gradient[...], want[path][...]) < 3 * 0.14, path
 
 
@@ -190,7 +190,7 @@ def test_training_lowers_the_loss_and_updates_the_original():
 # Errors ---------------------------------------------------------------------
 
 
-def test_cycle_is_refused():
+def test_modules_in_a_cycle_are_refused():
   model = nnx.Dict(a=nnx.Dict())
   model.a.parent = model
   with pytest.raises(

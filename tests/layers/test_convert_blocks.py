@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests which blocks `convert` finds, which it refuses, and its reports."""
+"""Tests which blocks `convert` finds or refuses, and what it reports."""
 
 import functools
 
@@ -296,7 +296,7 @@ def test_separate_gate_and_up_save_as_many_bytes_as_fused_ones():
   )
 
 
-def test_concatenated_gate_and_up_are_not_saved():
+def test_concatenated_weights_of_gate_and_up_are_not_saved():
   model = FeedForward(**BF16, rngs=nnx.Rngs(0))
   new, _ = convert(model, blocks={FeedForward: layers.MLP})
   graph, params = nnx.split(new)
@@ -324,7 +324,7 @@ def test_separate_gate_and_up_compute_no_matmul_twice():
   )
 
 
-def test_saved_bytes_follow_from_the_shapes():
+def test_reported_bytes_are_those_of_the_saved_input():
   rows = SHAPE.shape[0] * SHAPE.shape[1]
   linear = nnx.Linear(D, F, use_bias=False, **BF16, rngs=nnx.Rngs(0))
   _, report = convert(linear, inputs=(SHAPE,))
@@ -332,7 +332,7 @@ def test_saved_bytes_follow_from_the_shapes():
   # The converted layer saves codes of x, its scale and the weight's scale.
   assert rows * D < report.saved_after <= rows * D + 8
   new, _ = convert(linear)
-  # `jax.vjp` of the converted layer saves as many codes.
+  # `jax.vjp` of the converted layer saves one code per element of x.
   graph, params = nnx.split(new)
   x = jnp.ones(SHAPE.shape, SHAPE.dtype)
   kept = jax.tree.leaves(jax.vjp(lambda p: nnx.merge(graph, p)(x), params)[1])
@@ -340,7 +340,7 @@ def test_saved_bytes_follow_from_the_shapes():
   assert sum(sizes) == rows * D
 
 
-def test_array_that_several_matmuls_read_counts_once():
+def test_input_shared_by_several_matmuls_counts_once():
   class Twins(nnx.Module):
     def __init__(self, *, rngs):
       self.a = nnx.Linear(D, F, use_bias=False, **BF16, rngs=rngs)

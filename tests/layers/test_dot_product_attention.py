@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares gradients of attention with f32 attention at the saved values.
+"""Compares gradients of attention with those of f32 attention on saved values.
 
 A softmax does not change if the same number is added to all scores of a row, so
 the gradients of a row's scores sum to 0. Adding one vector to all keys adds the
 same number to all scores of a row. Therefore the sum of dk over keys is 0, and
-so is the gradient of a bias of k. They would not be 0 if the backward pass used
+so is the gradient of a bias of k. Neither would be 0 if the backward pass used
 a different attention output than the forward pass.
 """
 
@@ -27,7 +27,7 @@ from tests.layers.attention_output import forward, heads_middle, split
 from tests.matrices import quick
 
 B, T, D, N, K, H = 2, 12, 24, 4, 2, 8
-# The first row has two documents, the second has one and padding.
+# The first row has two documents, the second has one document and padding.
 SEGMENTS = np.int32([[0] * 5 + [1] * 7, [3] * 10 + [-1] * 2])
 FP8 = {
   "coat": recipes.coat(attention="fp8"),
@@ -51,7 +51,7 @@ OPTIONS = [
 
 @functools.partial(jit, static_argnames=("recipe", "kind"))
 def middle_gradients(q, k, v, segments, dout, recipe, kind):
-  """Returns dq, dk and dv of attention without the matmuls around it."""
+  """Returns dq, dk and dv of attention, without the projections around it."""
   middle = heads_middle(N, K, kind)
   inputs = AttentionInputs(jnp.arange(T), segments)
   saved = forward(middle, (q, k, v), inputs, recipe).saved

@@ -59,7 +59,7 @@ def test_block_in_each_format_is_close_to_bf16(block, formats):
   assert one_byte == {jnp.dtype(formats.values)}
   exact = value_and_gradients(block, recipes.bf16())[:2]
   # E5M2 has two mantissa bits, so each rounding has a relative error of up to
-  # 1/8, and there are several in a row.
+  # 1/8, and several roundings follow one another.
   most = 0.25 if formats.values == E5M2 else 0.12
   pairs = zip(*map(jax.tree.leaves, ((y, gradients), exact)), strict=True)
   for got, want in pairs:

@@ -124,7 +124,7 @@ def test_gated_mlp_with_gelu_matches_its_parts(
 
 
 def with_post_norm(weights, kind, seed=1):
-  """Adds weights of a post norm; removes those of the first if kind is None."""
+  """Adds post-norm weights; if kind is None, removes the first norm's."""
   gamma, beta = jax.random.normal(jax.random.key(seed), (2, 24)) / 2 + 1
   front, back, _ = weights
   if kind is None:
@@ -170,8 +170,8 @@ def test_gated_mlp_with_a_post_norm_in_bfloat16_is_close_to_f32():
   assert_close(dw.back.bias, want_dw.back.bias, 2.0**-8)
   # The gradients of the down matmul's output and input are rounded to BF16
   # before E5M2. Each BF16 rounding changes about 2^-9 / 2^-3 of the codes by at
-  # most 2^-2 of their value, which is an error of 2^-5 of the norm. Two such
-  # errors add up to sqrt(2) * 2^-5 = 4.4 %.
+  # most 2^-2 of their value. Relative to the norm, the error is at most
+  # sqrt(2^-6) * 2^-2 = 2^-5, and two such errors are sqrt(2) * 2^-5 = 4.4 %.
   for got, exact in zip(
     jax.tree.leaves((dx, dw)), jax.tree.leaves((want_dx, want_dw)), strict=True
   ):
@@ -191,7 +191,7 @@ def test_gated_mlp_in_bfloat16_is_close_to_f32(residuals):
   want_dx, want_dw = want_gradients
   # The gradient of the down matmul's input is rounded to BF16, which changes
   # about 2^-9 / 2^-3 of the E5M2 codes of dgate and dup by at most 2^-2 of
-  # their value. This affects dx and the front's weights, but not the back's.
+  # their value. This affects dx and the front's gradients, but not the back's.
   assert_close(dw.back, want_dw.back)
   for got, exact in zip(
     jax.tree.leaves((dx, dw)), jax.tree.leaves((want_dx, want_dw)), strict=True
@@ -212,7 +212,7 @@ def test_coat_and_minimal_residuals_differ_only_in_rounding_silu():
     layer(x, weights, dy, "rms", 1e-5, recipe) for recipe in RECIPES.values()
   )
   assert_close(kept, recomputed, 1e-6)
-  # For other gates, only "coat" rounds SiLU to FP8, by 2.6 % of the product.
+  # Otherwise only "coat" rounds SiLU, which changes the product by 2.6 %.
   x, weights, dy = case((2, 6))
   kept, recomputed = (
     layer(x, weights, dy, "rms", 1e-5, recipe)[0] for recipe in RECIPES.values()

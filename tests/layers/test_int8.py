@@ -36,7 +36,7 @@ def codes(x):
 def test_linear_computes_three_integer_matmuls():
   rng = np.random.default_rng(0)
   x, w, dy = (rng.normal(size=s) for s in ((48, 32), (32, 40), (48, 40)))
-  dy = dy * np.geomspace(1, 2.0**-10, 48)[:, None]  # Most codes are 0.
+  dy = dy * np.geomspace(1, 2.0**-10, 48)[:, None]  # Most codes of dy are 0.
   arrays = [jnp.float32(a) for a in (x, w, dy)]
 
   @jit

@@ -145,7 +145,7 @@ def test_attention_passes_scalings_to_rope():
     positions = 2 * jnp.arange(T, dtype=jnp.int32)
     run = jit(lambda m, x, positions: m(x, positions))
     ys.append((run(m, x, positions), run(m, x, positions // 2)))
-  # Dividing frequencies by two has the same effect as dividing positions.
+  # Halving the frequencies has the same effect as halving the positions.
   assert_close(ys[1][0], ys[0][1], 1e-6)
   for others in (ys[0][0], ys[1][0]):
     assert jnp.max(jnp.abs(ys[2][0] - others)) > 1e-3

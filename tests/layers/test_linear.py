@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests linear layers: FP8 matmuls, shapes, and use instead of nnx.Linear."""
+"""Tests linear layers: FP8 matmuls, shapes, and the match with nnx.Linear."""
 
 import functools
 
@@ -131,7 +131,7 @@ def test_linear_replaces_nnx_linear():
 
 @pytest.mark.parametrize("recipe", [COAT, recipes.bf16()])
 @pytest.mark.parametrize("rows", [(0, 6), (2, 0), (0,)])
-def test_an_empty_batch_has_gradients_of_zero(rows, recipe):
+def test_weight_gradients_of_an_empty_batch_are_zero(rows, recipe):
   x, w, bias, dy = case(rows, (2, 20), jnp.bfloat16)
 
   @jit

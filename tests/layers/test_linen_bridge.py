@@ -17,8 +17,8 @@ from examples import linen_bridge
 @pytest.mark.slow
 def test_the_example_learns():
   first, last = linen_bridge.main(steps=21)
-  # The loss starts at ln(16) = 2.77, and the model soon memorizes eight
-  # sequences.
+  # The loss starts at ln(16) = 2.77, and the model soon memorizes its eight
+  # training sequences.
   assert first > 2.5
   assert last < 0.5 * first
 
@@ -39,7 +39,7 @@ def test_parameters_and_saved_arrays_match_the_modules():
     tokens,
   )
   codes = [a.shape for a in kept if a.dtype == E4M3]
-  # Each layer saves the inputs of two norms, and gate and up.
+  # Each layer saves gate, up and the inputs of two norms.
   assert sorted(codes) == sorted(2 * [(2, 19, width)] * 2 + 4 * [(2, 19, 96)])
 
 

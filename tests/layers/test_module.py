@@ -52,7 +52,7 @@ def inputs():
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_evaluation_recipe_is_the_same_or_bf16(name):
+def test_evaluation_uses_the_training_recipe_or_bf16(name):
   plain = program(make(name, recipes.bf16()))
   for evaluation in ("same", "bf16"):
     m = make(name, recipes.coat(evaluation=evaluation))
@@ -136,7 +136,7 @@ CLASSES = [Linear, RMSNorm, LayerNorm, NormLinear, MLP, Attention]
 
 
 @pytest.mark.parametrize("module", [*CLASSES, Decoder])
-def test_module_documents_its_arguments_with_an_example(module):
+def test_module_documents_its_arguments_and_has_an_example(module):
   documented = inspect.getdoc(module.__init__) or ""
   _, *arguments = inspect.signature(module.__init__).parameters.values()
   names = [
@@ -146,6 +146,6 @@ def test_module_documents_its_arguments_with_an_example(module):
   (example,) = doctest.DocTestFinder(recurse=False).find(module, globs={})
   assert len(example.examples) > 4
   runner = doctest.DocTestRunner()
-  # Only trace the example, so that nothing is compiled; it prints shapes.
+  # Trace the example instead of running it; it prints only shapes.
   jax.eval_shape(lambda: runner.run(example) and None)
   assert runner.failures == 0

@@ -155,7 +155,7 @@ def test_moe_matches_running_all_experts_on_all_tokens(
 
 
 def routed(x, router, normalize):
-  """Returns experts and weights per token, load and probability, in float64."""
+  """Returns each token's experts and weights, the load and the probability."""
   experts, weights = [], []
   load, total = np.zeros(E), np.zeros(E)
   for token in np.asarray(x, np.float64).reshape(-1, D):
@@ -196,7 +196,7 @@ def test_routing_matches_numpy(normalize):
 
 def test_load_balancing_loss_covers_tokens_of_all_layers():
   # As in transformers: concatenate the tokens of all layers, average over them
-  # for each of the k choices and each expert, and sum over choices.
+  # for each of the K choices and each expert, and sum over choices.
   rng = np.random.default_rng(0)
   logits = rng.normal(size=(3, 10, E))  # [layers, tokens, experts]
   p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
@@ -211,7 +211,7 @@ def test_load_balancing_loss_covers_tokens_of_all_layers():
   gradient = jax.grad(load_balancing_loss)(stats)
   assert not np.any(gradient.load)
   assert_close(gradient.probability[1], E * f.sum(0) / 3)
-  # With equal loads and probabilities, the loss is k.
+  # If all experts have equal load and probability, the loss is K.
   even = RoutingStats(jnp.full(E, K / E), jnp.full(E, 1 / E))
   assert_close(load_balancing_loss(even), np.float32(K))
 
@@ -232,7 +232,7 @@ def test_moe_drops_no_token():
 
 
 @pytest.mark.parametrize("recipe", [COAT, FP8_EXPERTS, recipes.bf16()])
-def test_loss_and_gradients_without_tokens_are_zero(recipe):
+def test_statistics_and_gradients_without_tokens_are_zero(recipe):
   x, weights, dy = case((2, 0))
   args = x, weights, dy, jnp.ones(E), "rms", True, True
   (y, stats), (dx, dw) = layer(*args, recipe)
@@ -261,7 +261,7 @@ def test_moe_in_bfloat16_is_close_to_f32():
     assert error < 0.03 * jnp.linalg.norm(exact)
 
 
-def test_moe_multiplies_by_one_plus_scale():
+def test_moe_norm_multiplies_by_one_plus_scale():
   scale = jnp.linspace(-0.5, 0.5, D)
   build = functools.partial(MoE, D, F, E, K, dtype=jnp.float32)
   gemma = build(scale_plus_one=True, rngs=nnx.Rngs(0))
@@ -287,7 +287,7 @@ def test_moe_saves_codes_and_expert_numbers(recipe):
 
   leaves = jax.eval_shape(saved, params, x)
   scales = (1, t, K, num_groups(f, G))
-  # FP8 experts save scales, with which the backward pass quantizes tokens and
+  # FP8 experts also save scales, because the backward pass quantizes tokens and
   # weights again.
   again = {(F32, ()): 2, (F32, (E,)): 2} if recipe is FP8_EXPERTS else {}
   assert kinds(leaves) == again | {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests norms: their formula, gradient, epsilon and saved values."""
+"""Tests norms: their formula, gradients, epsilon and dtypes."""
 
 import functools
 
@@ -83,7 +83,7 @@ def test_bfloat16_input_gives_bfloat16_output():
 
 @pytest.mark.parametrize("recipe", [COAT, recipes.bf16()])
 @pytest.mark.parametrize("rows", [(0, 6), (2, 0), (0,)])
-def test_an_empty_batch_has_gradients_of_zero(rows, recipe):
+def test_weight_gradients_of_an_empty_batch_are_zero(rows, recipe):
   x, gamma, beta, dy = case(rows)
   y, (dx, *rest) = layer(x, gamma, beta, dy, "layer", 1e-5, recipe)
   assert y.shape == dx.shape == x.shape
@@ -126,7 +126,7 @@ def test_modules_match_nnx_norms():
 )
 def test_scale_plus_one_is_summed_in_float32(kind, module):
   x, scale, beta, dy = case((2, 6))
-  # 1 + 2^-9 is 1 in BF16.
+  # BF16 rounds 1 + 2^-9 to 1.
   scale = (scale / 8).at[:4].set(2.0**-9).astype(jnp.bfloat16)
   options = dict(use_bias=True, scale_plus_one=True, epsilon=1e-5)
   dtypes = dict(dtype=jnp.float32, param_dtype=jnp.bfloat16)

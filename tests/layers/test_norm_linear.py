@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests the block of a norm and a linear layer."""
+"""Tests the NormLinear block: a norm, then a linear layer."""
 
 import functools
 

@@ -96,8 +96,8 @@ def test_each_parameter_has_its_own_initializer():
     "up": {"kernel": 1.0, "bias": 2.0},
     "down": {"kernel": 3.0, "bias": 4.0},
   }
-  # As in nnx.MultiHeadAttention, out_kernel_init and out_bias_init are
-  # kernel_init and bias_init by default.
+  # As in nnx.MultiHeadAttention, out_kernel_init and out_bias_init default to
+  # kernel_init and bias_init.
   del options["out_kernel_init"], options["out_bias_init"]
   block = make("MLP", use_bias=True, **options)
   assert float(block.down.kernel[0, 0]) == 1.0
@@ -224,7 +224,7 @@ def test_parameters_are_created_sharded(name, num_layers, kind):
   assert_same_bits(params, nnx.state(alone))
 
 
-def test_other_metadata_is_kept_too():
+def test_metadata_without_axis_names_is_kept():
   layer = make("Linear", kernel_metadata={"role": "projection"})
   assert layer.kernel.role == "projection"
 
@@ -303,7 +303,7 @@ def test_optimizer_state_follows_the_metadata():
 
 @pytest.mark.slow
 def test_scanned_layers_with_metadata_match_one_device():
-  """Compares gradients with one device; weights are cached before the scan."""
+  """Caches the weights before the scan, and compares gradients."""
   meta = {nnx.PARTITION_NAME: None}
   rows = dict(kernel_init=nnx.with_partitioning(INIT, ("fsdp",)))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests norms of q and k inside the attention block, and their saved values."""
+"""Tests the norms of q and k in the attention block, and what they save."""
 
 import collections
 import functools

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests fp8_remat: which arrays it saves, and its gradients.
 
-Gradients are compared with those of `jax.vjp` at arguments that NumPy rounded.
+Gradients are compared with those of `jax.vjp` at arguments rounded by NumPy.
 """
 
 import collections
@@ -178,7 +178,7 @@ def test_largest_codes_stay_finite_and_nan_stays_in_its_group():
 
 
 @pytest.mark.parametrize("is_explicit", [False, True])
-def test_each_device_keeps_only_its_own_codes(is_explicit):
+def test_fp8_remat_on_a_mesh_needs_no_all_gather(is_explicit):
   kind = (AxisType.Explicit if is_explicit else AxisType.Auto,) * 2
   mesh = jax.make_mesh((2, 2), ("data", "fsdp"), axis_types=kind)
   axes = None if is_explicit else MeshAxes()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts the arrays that layers save: all arrays in `jax.vjp`'s result."""
+"""Counts the arrays that layers save for the backward pass."""
 
 import collections
 import dataclasses
@@ -81,7 +81,7 @@ def test_single_operations_save_their_inputs_in_fp8():
   x, y = jax.random.normal(jax.random.key(0), (2, 1, T, D), jnp.bfloat16)
   rngs = nnx.Rngs(0)
   rstd = collections.Counter({(F32, (1, T)): 1})
-  # The operand of a matmul over tokens is saved transposed.
+  # The operand of a matmul that sums over tokens is saved transposed.
   code = collections.Counter({(FP8, (D, T)): 1})
   expected = [
     (Linear(D, F, rngs=rngs), code),
@@ -129,12 +129,12 @@ def run_layer(recipe):
 def test_layer_saves_the_expected_arrays(recipe):
   want = collections.Counter(expected_layer(recipe))
   assert kinds(run_layer(recipe)) == want
-  # `residual_arrays` counts the same arrays, and scales of whole tensors.
+  # `residual_arrays` counts the same arrays, and per-tensor scales.
   counted = residual_arrays(CONFIG, recipe, tokens=T)
   assert kinds(a for a, _ in counted if a.ndim) == want
   assert len([a for a, _ in counted if not a.ndim]) <= 9
-  # The only large arrays wider than FP8 are the output of attention and, unless
-  # they are saved in FP8, q, k and v.
+  # The only large arrays wider than FP8 are the attention output and, with BF16
+  # attention, q, k and v.
   wide = [
     a for a, kind in counted if a.dtype in (BF16, F32) and a.size >= T * D
   ]
@@ -152,7 +152,7 @@ def test_residual_arrays_match_the_saved_arrays_of_other_recipes(recipe):
   assert got == want
 
 
-def test_clipping_saves_one_bit_per_value():
+def test_clipping_stores_one_extra_bit_per_value():
   clipping = dataclasses.replace(CONFIG, clip_qkv=8.0)
   plain, clipped = (
     residual_bytes(config, recipes.coat(), tokens=T)
@@ -162,7 +162,7 @@ def test_clipping_saves_one_bit_per_value():
   assert clipped["total"] - plain["total"] == pytest.approx(bits / 8)
 
 
-def test_saved_bytes_by_kind():
+def test_saved_bytes_of_each_kind_match_the_formulas():
   counted = residual_bytes(CONFIG, recipes.coat(residuals="coat"), tokens=T)
   scales = {n: 2 * num_groups(n, G) for n in (D, F)}
   assert counted["norm"] == pytest.approx(2 * (D + scales[D] + 4), abs=1)
@@ -192,7 +192,7 @@ def test_post_norm_saves_its_input_in_fp8(norm, monkeypatch):
       return self.mlp(x)
 
   recipe = recipes.coat()
-  # Count this class instead of a whole layer.
+  # Count the arrays of this class instead of those of a whole layer.
   monkeypatch.setattr(memory_count, "TransformerLayer", Layer)
   arrays = residual_arrays(CONFIG, recipe, tokens=T)
   want = groups(1, T, D) + groups(1, T, F, count=2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares RoPE with complex numbers, and checks what it saves."""
+"""Compares RoPE with rotations of complex numbers; checks what it saves."""
 
 import functools
 

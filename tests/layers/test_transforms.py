@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests a decoder layer with each recipe in grad, vmap, remat and scan."""
+"""Tests a decoder layer of each recipe under grad, vmap, remat and scan."""
 
 import functools
 
@@ -161,7 +161,7 @@ POLICIES = {
 
 @pytest.mark.parametrize("policy", quick(1, POLICIES))
 def test_checkpoint_changes_no_gradient(policy):
-  # If a policy saved E4M3 arrays, JAX would turn values from 256 on into NaN.
+  # If a policy saved E4M3 arrays, JAX would turn values from 256 up into NaN.
   f, params = make("coat")
   f = mean_square(jax.checkpoint(f, policy=POLICIES[policy]))
   got = jit(jax.value_and_grad(f))(params, inputs(B, T))
@@ -169,7 +169,7 @@ def test_checkpoint_changes_no_gradient(policy):
 
 
 def stack(name, depth=2, layer=Layer):
-  """Returns parameters of `depth` layers, and functions that scan and loop."""
+  """Returns stacked parameters, and functions that scan or loop over layers."""
 
   @nnx.split_rngs(splits=depth)
   @nnx.vmap
@@ -246,7 +246,7 @@ def test_scan_saves_no_causal_mask(monkeypatch):
     assert not [a for a in arrays if a.dtype == bool]
 
 
-def test_vmap_over_models_matches_each_alone():
+def test_vmap_over_models_matches_each_model_alone():
   params, _, _ = stack("minimal", layer=mlp)
   f, _ = make("minimal", layer=mlp)
   x = inputs(2, B, T, dtype=jnp.float32)

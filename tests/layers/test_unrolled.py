@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests what XLA saves for the backward pass of layers without a scan."""
+"""Tests what XLA saves for the backward pass of layers that are not scanned."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ class Layer(nnx.Module):
 
 
 def traced(make, layers):
-  """Traces the gradients of a loss after `layers` equal layers."""
+  """Traces the gradients of a loss through `layers` identical layers."""
   graph, params = nnx.split(nnx.eval_shape(make))
 
   def loss(params, x):
@@ -35,7 +35,7 @@ def traced(make, layers):
   return jax.jit(jax.grad(loss, argnums=(0, 1))).trace((params,) * layers, x)
 
 
-def test_xla_saves_less_than_a_quarter_with_recipe_coat():
+def test_xla_saves_less_than_a_quarter_of_the_bytes_with_coat():
   bytes_of = {}
   for recipe in recipes.bf16(), recipes.coat():
     few, many = (
@@ -46,7 +46,8 @@ def test_xla_saves_less_than_a_quarter_with_recipe_coat():
     bytes_of[recipe.name] = added / 2 / T
   # We measured 13,044 bytes per token and layer with the `bf16` recipe, and
   # 2,410 with `coat`. Without the barriers of `layers/rule.py` and
-  # `attention_bwd`, XLA would save f32 values and zeros of all layers.
+  # `attention_bwd`, XLA would save f32 values and arrays of zeros for every
+  # layer.
   assert bytes_of["coat"] < 0.25 * bytes_of["bf16"]
 
 

@@ -39,7 +39,7 @@ CONFIGS = {
     attention_soft_cap=0.7,
     logits_soft_cap=2.0,
   ),
-  # Layers without a window stretch RoPE, as in larger Gemma 3 models.
+  # Layers without a window scale RoPE, as in larger Gemma 3 models.
   "gemma3": ModelConfig(
     family="gemma3_text",
     **GEMMA,
@@ -178,7 +178,7 @@ def test_initial_projections_to_the_residual_stream_shrink_with_depth():
     keystr(path, simple=True, separator="/"): np.std(leaf)
     for path, leaf in jax.tree.leaves_with_path(params)
   }
-  # Each leaf has at least 16384 values, so four standard errors of its
+  # Each leaf has at least 16384 values, so four standard errors of its standard
   # deviation are 2.2 %.
   assert stddev == {
     "embedding": pytest.approx(0.02, rel=0.022),

@@ -10,9 +10,9 @@ from coat_jax.models import VISION_FAMILIES
 from coat_jax.models.config import FAMILIES
 from studies import families
 
-# The errors come from a few roundings to E4M3, each with an RMS of 2.2 %. A
-# family with more norms rounds more often, so it may have 1.5 times the errors
-# of Llama.
+# The errors come from a few roundings to E4M3 in groups of 16, each with an RMS
+# error of 2.2 %. A family with more norms rounds more often, so it may have 1.5
+# times the errors of Llama.
 TIMES = 1.5
 
 difference = functools.cache(families.difference)

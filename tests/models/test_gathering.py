@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests gathering weights on meshes of one axis or with other axis names."""
+"""Tests gathering weights on meshes with one axis or unusual axis names."""
 
 import dataclasses
 import math

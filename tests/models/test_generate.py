@@ -142,7 +142,7 @@ def test_sizes_are_rounded_up_to_a_power_of_two_or_whole_chunks():
   assert {size: bucket(size) for size in sizes} == sizes
 
 
-def test_other_calls_reuse_compiled_programs(small):
+def test_calls_with_other_options_reuse_compiled_programs(small):
   programs: Any = _prefill, _decode
 
   def compiled():
@@ -216,7 +216,7 @@ def test_sampled_tokens_depend_only_on_seed_and_row(small):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen3_moe", "qwen3"])
-def test_casting_weights_first_changes_no_hidden_state(name):
+def test_casting_weights_before_generation_changes_no_hidden_state(name):
   model = build(CONFIGS[name], recipes.coat(), dtype=jnp.bfloat16)
   graph, params = nnx.split(model)
   tokens = jnp.arange(24, dtype=jnp.int32).reshape(2, 12) % 40

@@ -95,7 +95,7 @@ def test_tokens_after_images_match_the_model_without_a_cache(model):
   # Check that images have an effect.
   other = generate(model, prompts, max_new_tokens=5, pixel_values=-9 * images)
   assert other.tokens[1] != found.tokens[1]
-  # A batch of text alone needs no images.
+  # A batch of prompts without images needs no pixel values.
   alone = generate(model, [text], max_new_tokens=5)
   assert alone.tokens == found.tokens[2:]
 

@@ -18,7 +18,7 @@ from tests.train.steps import SMALL, gpt2, on
 from train.mesh import make_mesh, parse_mesh
 
 CONFIG = dataclasses.replace(CONFIGS["gpt2"], max_positions=16)
-# Lengths of documents in each row. Padding counts as another document.
+# Lengths of documents in each row.
 LENGTHS = ((7, 5), (2, 10), (12,), (4, 3, 5))
 
 

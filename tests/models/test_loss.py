@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares the decoder's loss with one that NumPy computes from its output."""
+"""Compares the loss with NumPy's, computed from the decoder's hidden states."""
 
 import jax
 import numpy as np

@@ -92,7 +92,7 @@ def value_and_grad(loss, params, mesh=""):
 
 
 def kept_bytes(loss, params, mesh=""):
-  """Returns how many bytes layers save, without parameters and their casts."""
+  """Returns the bytes that layers save, without parameters and their casts."""
   with on_mesh(mesh):
     residuals = jax.eval_shape(lambda p: jax.vjp(loss, p)[1], params)
   shapes = {p.shape for p in jax.tree.leaves(params)}
@@ -149,7 +149,7 @@ def test_remat_changes_no_gradient_of_a_decoder(recipe, remat, model):
   ),
 )
 def test_recomputing_from_inputs_of_norms_changes_no_gradient(options):
-  # The second forward pass reads the codes that the first saved, so it computes
+  # The second forward pass reads the codes saved by the first, so it computes
   # the same values.
   mesh = options.get("mesh", "")
   want, got = (
@@ -227,7 +227,7 @@ def test_full_remat_saves_only_the_inputs_of_layers(recipe):
     for remat in ("none", "dots", "full")
   )
   # remat="dots" saves the BF16 results of matmuls. Without remat, recipe coat
-  # saves less than those, and recipe bf16 more.
+  # saves fewer bytes than that, and recipe bf16 saves more.
   assert (none < dots) == (recipe == "coat")
   assert full == TOKENS[:, 1:].size * LAYERS * WIDTH * 2 < min(none, dots)
 
@@ -244,7 +244,7 @@ def test_full_remat_saves_only_the_inputs_of_layers(recipe):
     ],
   ),
 )
-def test_fp8_remat_saves_codes_of_inputs_of_norms_or_of_layers(remat, mesh):
+def test_fp8_remat_saves_codes_of_norm_inputs_or_layer_inputs(remat, mesh):
   kept = kept_bytes(*build(remat=remat, mesh=mesh), mesh)
   codes = WIDTH + 2 * WIDTH // 16
   # remat="fp8" saves the codes and statistics of two norms per layer.

@@ -109,7 +109,7 @@ def test_low_temperature_is_greedy(temperature):
   # Leave out the row whose largest logits are equal.
   got = choose(jnp.asarray(100 * LOGITS[::2]), sampling, keys)
   np.testing.assert_array_equal(got, LOGITS[::2].argmax(-1))
-  # Smaller temperatures count as 0, because devices may flush them to 0.
+  # Subnormal temperatures count as 0, because devices may flush them to 0.
   is_normal = temperature >= np.finfo(np.float32).tiny
   assert (sampling.temperature is not None) == is_normal
 

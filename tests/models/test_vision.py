@@ -222,7 +222,7 @@ def test_store_casts_weights_but_not_norms_and_biases():
 
 
 def test_pixels_outside_whole_patches_are_ignored():
-  """SigLIP's 384 pixels, for example, are not a multiple of its patches' 14."""
+  """SigLIP's image size 384, for example, is not a multiple of 14."""
   config = dataclasses.replace(CONFIG, image_size=30, family="vit")
   assert config.num_patches == 4 and config.num_tokens == 5
   tower = VisionTower(config, recipe=recipes.bf16(), rngs=nnx.Rngs(0))
@@ -278,8 +278,8 @@ def test_layer_saves_fp8_inputs_of_norms_and_gelu():
   found = residual_bytes(config, recipes.coat(), tokens=tokens)["total"]
   # A layer saves the codes of two norms and GELU, with one BF16 scale per 16;
   # mean and rstd of two norms; q, k, v and the output in BF16; a log-sum-exp
-  # per head; and positions, although there is no RoPE. Scales of whole tensors
-  # take less than 1 byte per token.
+  # per head; and positions, although there is no RoPE. Per-tensor scales take
+  # less than 1 byte per token.
   want = 18 / 16 * (2 * d + f) + 2 * 8 + 4 * 2 * d + 4 * heads + 4
   assert abs(found - want) < 1
   plain = residual_bytes(config, recipes.bf16(), tokens=tokens)["total"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests vision-language models: logits, placing of features, and gradients."""
+"""Tests vision-language models: logits, placement of features, gradients."""
 
 import contextlib
 import dataclasses

@@ -22,7 +22,7 @@ DTYPES = [formats.E4M3, formats.E5M2]
     (formats.INT8, 127, 1),
   ],
 )
-def test_limits_of_each_format(dtype, qmax, subnormal):
+def test_formats_have_the_expected_limits(dtype, qmax, subnormal):
   assert formats.qmax(dtype) == qmax
   assert formats.neighbours(jnp.float32(0), dtype)[1] == subnormal
 
@@ -112,7 +112,7 @@ def test_cast_rounds_before_it_converts(dtype):
   np.testing.assert_array_equal(rounded, want)
 
 
-def test_format_without_an_entry_is_refused():
+def test_cast_to_an_unsupported_format_is_refused():
   with pytest.raises(ValueError, match="one of float8_e4m3fn.*got float16"):
     formats.saturating_cast(jnp.ones(2), jnp.float16)
 

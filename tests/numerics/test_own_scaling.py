@@ -80,6 +80,7 @@ def test_gradients_are_as_accurate_as_with_ordinary_scales(cache):
   for got, want, exact in zip(*leaves, strict=True):
     got, want, exact = (np.asarray(x, np.float64) for x in (got, want, exact))
     size = np.linalg.norm(exact)
-    # E4M3 and E5M2 have relative steps, so errors hardly depend on the scale.
+    # Steps of E4M3 and E5M2 are relative to the values, so errors hardly depend
+    # on the scale.
     error, usual = (np.linalg.norm(x - exact) / size for x in (got, want))
     assert error < 1.5 * usual + 1e-3

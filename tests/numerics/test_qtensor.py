@@ -36,7 +36,7 @@ def bits(x) -> np.ndarray:
 def error_bound(x, scale, dtype, group_size):
   """Bounds the error of quantize(x).dequantize(): half a step times the scale.
 
-  Rounding quotient, product and scale to f32 changes each by up to 2^-24, so
+  Rounding to f32 changes quotient, product and scale by up to 2^-24 each, and
   the value by less than 2^-22. Values below 2^-126 may become zero.
   """
   scale = np.asarray(scale, np.float64)
@@ -246,7 +246,7 @@ def test_nan_makes_a_whole_per_tensor_array_nan():
   assert np.all(np.isnan(q.dequantize()))
 
 
-def test_group_codes_match_coats_code():
+def test_group_codes_match_coats_implementation():
   # COAT's code divides by the f32 scale, and stores it rounded to the nearest
   # BF16. We divide by the stored scale, so compare codes for f32 scales. COAT
   # also adds 1e-10 to amax, which has no effect here (amax > 0.1). COAT divides

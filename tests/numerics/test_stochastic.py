@@ -29,7 +29,7 @@ def words(seed=0, step=0, leaf=0, shape=(ROWS, COLUMNS), **part) -> np.ndarray:
 
 
 def of_element(x: np.ndarray) -> list[np.ndarray]:
-  """Returns each element's words for two moments and the parameter."""
+  """Returns each element's words for its two moments and its parameter."""
   x = jnp.asarray(x)
   return [np.asarray(stochastic.next_words(x, i)) for i in (0, 1, 2)]
 
@@ -62,7 +62,7 @@ def test_row_is_an_index_over_all_axes_except_the_last(shape):
   np.testing.assert_array_equal(flat, np.array(want, np.uint32))
 
 
-def test_part_of_an_array_gets_the_same_words():
+def test_part_of_an_array_gets_the_words_of_the_whole():
   whole = words(7, 8, 9)
   start = jnp.uint32([40, 96])
   block = words(7, 8, 9, shape=(16, 32), start=start, whole=whole.shape)
@@ -201,7 +201,7 @@ def test_next_words_multiply_by_a_power_of_the_multiplier():
 
 
 @pytest.mark.parametrize("bits", [4, 6])
-def test_pairs_of_words_of_a_run_are_uniform(bits):
+def test_pairs_of_words_in_a_run_are_uniform(bits):
   # All words of a run (8 columns) are multiples of one word. Any two of them
   # must look independent, not only uncorrelated.
   x = words(2, 3, 4, shape=(2**11, 128)).reshape(-1, stochastic.RUN)

@@ -23,7 +23,7 @@ def seen(t, s, kind, segments=None):
 
 
 def naive_attention(q, k, v, *, mask, scale, cap):
-  """Computes output and log-sum-exp in q's dtype, differentiably."""
+  """Computes output and log-sum-exp in q's dtype; JAX can differentiate it."""
   repeats = q.shape[2] // k.shape[2]
   k, v = (jnp.repeat(x, repeats, axis=2) for x in (k, v))
   scores = jnp.einsum("btnh,bsnh->bnts", q, k) * scale

@@ -65,7 +65,7 @@ def gelu_slope64(x):
 
 @jax.custom_jvp
 def gelu_of_slope64(x):
-  """Computes GELU, with a float64 derivative, because f32 is off by 2e-6."""
+  """Computes GELU; its derivative is float64, because f32 is off by 2e-6."""
   return jnp.float32(gelu64(np.asarray(x, np.float64), True))
 
 
@@ -135,7 +135,7 @@ def test_activation_operands_use_the_given_scale():
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_activation_backwards_are_the_gradients(width):
+def test_activation_bwd_matches_the_gradients(width):
   a, a_values = in_groups((ROWS, width), 1, factor=4)
   b, b_values = in_groups((ROWS, width), 2)
   dy = gradient((ROWS, width))
@@ -151,7 +151,7 @@ def test_activation_backwards_are_the_gradients(width):
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_activation_backward_operands_are_the_gradients_with_one_scale(width):
+def test_activation_bwd_operands_match_the_gradients_with_one_scale(width):
   a, a_values = in_groups((ROWS, width), 1, factor=4)
   b, b_values = in_groups((ROWS, width), 2)
   dy = gradient((ROWS, width))

@@ -121,7 +121,7 @@ def test_attention_of_every_kind_matches_the_softmax(
   assert_gradients_close(gradients, want)
 
 
-# Windows at both ends of the keys, where a chunk has fewer keys to read.
+# Near both ends of the keys, a chunk has fewer keys to read.
 @pytest.mark.parametrize(
   "t, s, chunk, window",
   quick(
@@ -134,7 +134,9 @@ def test_attention_of_every_kind_matches_the_softmax(
     ],
   ),
 )
-def test_window_covers_the_last_keys(t, s, chunk, window, monkeypatch):
+def test_windows_at_both_ends_of_the_keys_match_the_softmax(
+  t, s, chunk, window, monkeypatch
+):
   monkeypatch.setattr(attention, "_CHUNK", chunk)
   q, k, v, dout = case(t, s, 2, 1)
   kind = AttentionKind(window=window)

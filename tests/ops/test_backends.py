@@ -6,8 +6,8 @@
 Exact results must be bit-identical: random words, casts, power-of-two bounds,
 maxima and scales. XLA's quotients, powers, logarithms and roots differ between
 backends by up to 2 ulp, so values close to a rounding boundary may get the
-neighbouring code. At most 1 group in 10^4 may get a different k, and in groups
-with the same k, at most 1 value in 10^5 may get a different code.
+neighbouring code. At most 1 group in 10^4 may get a different exponent k, and
+in groups with equal k, at most 1 value in 10^5 may get a different code.
 """
 
 import jax
@@ -135,8 +135,8 @@ def test_gpu_quantizes_like_the_cpu(group_size, scale_dtype):
 def compare_codecs(codec, x, label):
   """Encodes on both backends, and prints what differs.
 
-  Returns the CPU's result, which finite groups have the same k or bounds, and
-  how many codes apart the values of these groups are.
+  Returns the CPU's result, a mask of finite groups (True where k or bounds are
+  equal), and how many codes apart the values of such groups are.
   """
   words = stochastic.random_words(stochastic.leaf_key(0, 1, 0), x.shape)
   noise = stochastic.uniform(words) if codec.needs_noise else None

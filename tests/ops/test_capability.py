@@ -21,7 +21,7 @@ X = jnp.ones((32, 128))
 
 
 def on(kind: str):
-  """Returns a context in which JAX traces for this GPU."""
+  """Returns a context in which JAX traces for a GPU of this kind."""
   device = AbstractDevice(kind, 100, "cuda")
   return jax.sharding.use_abstract_mesh(
     AbstractMesh((), (), abstract_device=device)
@@ -51,7 +51,7 @@ def explain(op, *args, **how) -> str:
     ("cpu", None),
   ],
 )
-def test_capability_follows_from_the_name_of_a_described_gpu(kind, found):
+def test_capability_follows_from_the_name_of_an_abstract_gpu(kind, found):
   with on(kind):
     assert capability.capability() == found
 

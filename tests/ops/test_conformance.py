@@ -33,7 +33,7 @@ from tests.pallas.kernels import (
 
 OPERATIONS = [x for x in vars(ops).values() if isinstance(x, ops.Op)]
 OPERATIONS.append(own_op.double)
-# Operations of optimizers, which tests/pallas tests.
+# Operations of optimizers. Their cases are in `tests/pallas`.
 STEPS = [adam.adam_update, adam.adamw_step, lion.lion_step]
 
 
@@ -164,7 +164,7 @@ def test_mosaic_kernel_is_in_the_program_for_a_gpu(case):
   assert "mosaic_gpu" in lowered(case)
   if case.op.startswith("attention"):
     return  # Attention's wrapper transposes the log-sum-exp.
-  # If a kernel's wrapper transposed an array, XLA would compute it twice.
+  # If a wrapper transposed a kernel's input, XLA would compute the input twice.
   kernel = functools.partial(case.call, case.operation.kernel("mosaic"))
   program = str(jax.make_jaxpr(kernel)(*jax.eval_shape(case.arrays)))
   assert "transpose[" not in program

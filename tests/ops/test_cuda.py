@@ -28,7 +28,7 @@ def near_ties() -> np.ndarray:
   [(near_ties(), 1.0), (cases.activations((64, 96)), 0.0137)],
   ids=["ties", "activations"],
 )
-def test_plain_cast_equals_the_definition(x, scale, dtype):
+def test_plain_cast_matches_the_definition(x, scale, dtype):
   x, scale = jnp.asarray(x, dtype), jnp.float32(scale)
   actual = jit(ops.quantize_rows.kernel("cuda"))(x, scale=scale)
   expected = jit(ops.quantize_rows.definition)(x, scale=scale)

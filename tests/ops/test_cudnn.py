@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks the arguments of our cuDNN calls in the program that JAX lowers.
 
-The arguments must equal those of `jax.nn.dot_product_attention`, which calls
+The arguments must match those of `jax.nn.dot_product_attention`, which calls
 cuDNN too. Its windows are (left, right), without the query's own position.
 """
 
@@ -82,7 +82,7 @@ def test_cudnn_gets_the_settings_that_jax_passes(kind):
   names = ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]
   assert [name for name, _ in actual] == names
   want = settings(lowered_for_h200(forward_and_backward_of_jax(kind), *arrays))
-  if kind.window is not None and kind.window >= 32:  # All 32 keys.
+  if kind.window is not None and kind.window >= 32:  # It sees all keys.
     for _, found in want:
       found["sliding_window_length"] = "0"
   assert actual == want
@@ -115,7 +115,7 @@ def test_windowed_attention_matches_jax(kind):
   ],
 )
 def test_explain_says_whether_cudnn_runs(kind, segmented, reason):
-  q, k, v = attention_arrays(h=80)  # Our kernel refuses heads of 80.
+  q, k, v = attention_arrays(h=80)  # Our kernel refuses heads of width 80.
   segments = jnp.zeros(q.shape[:2], jnp.int32) if segmented else None
   residuals = ops.AttentionResiduals(q, jnp.zeros(q.shape[:3]))
   forward = ops.attention_fwd, q, k, v, segments

@@ -32,7 +32,7 @@ def arrays():
 
 
 def read(codes, scales):
-  """Dequantizes codes (as bits) in groups of 16 to f32."""
+  """Dequantizes codes, given as bits, in groups of 16; returns f32."""
   codes = jnp.asarray(np.asarray(codes).view(ml_dtypes.float8_e4m3fn))
   scales = jnp.asarray(scales).astype(jnp.bfloat16)
   return QTensor(codes, scales, GROUP).dequantize()
@@ -70,7 +70,7 @@ def normalized(arrays, eps=1e-5):
   )[0]
 
 
-def test_norm_codes_equal_the_reference(arrays):
+def test_norm_codes_match_the_reference(arrays):
   # Start from the reference's qx and sx, and quantize with its scale.
   y = normalized(arrays)
   got = codes_with_scale(through_bfloat16(y), arrays["norm_s"])
@@ -83,7 +83,7 @@ def test_norm_codes_equal_the_reference(arrays):
   assert abs(float(amax) / arrays["norm_s"] - 1) < 2**-8
 
 
-def test_silu_codes_equal_the_reference(arrays):
+def test_silu_codes_match_the_reference(arrays):
   gate = read(*quantize_as_the_reference(jnp.asarray(arrays["g"])))
   silu = ops.activation_values(gate, activation="silu")
   codes, scales = quantize_as_the_reference(silu)
@@ -91,7 +91,7 @@ def test_silu_codes_equal_the_reference(arrays):
   assert np.mean(np.float32(scales) == arrays["silu_s"]) >= 0.999
 
 
-def test_product_codes_equal_the_reference(arrays):
+def test_product_codes_match_the_reference(arrays):
   silu = read(arrays["silu_q"], arrays["silu_s"])
   up = read(*quantize_as_the_reference(jnp.asarray(arrays["u"])))
   got = codes_with_scale(through_bfloat16(silu * up), arrays["mul_s"])

@@ -68,7 +68,7 @@ def test_grouped_matmuls_of_bfloat16_accumulate_in_f32():
   assert y.dtype == jnp.bfloat16 and dw.dtype == jnp.float32
   want = by_hand(x, g, w, SIZES[0])
   assert_close(y, want[0], 2.0**-8)
-  # Products of BF16 are exact in f32.
+  # Products of BF16 values are exact in f32.
   assert_close(dw, want[2], 1e-6)
 
 

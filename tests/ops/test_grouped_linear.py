@@ -72,7 +72,7 @@ def test_grouped_fp8_matmuls_match_a_loop_over_groups(sizes):
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_rows_of_no_group_do_not_affect_amaxes(sizes):
+def test_rows_of_no_group_do_not_affect_operands(sizes):
   sizes = jnp.int32(sizes)
   found = operands(*arrays(sizes.tolist(), np.nan), sizes)
   # Neither NaN nor huge values in unused rows may change the operands.

@@ -120,7 +120,7 @@ def test_frequencies_match_the_formulas_of_transformers(rotary, wanted):
   np.testing.assert_allclose(found, wanted, rtol=ROUNDING)
 
 
-def test_frequencies_of_llama_3_1_equal_known_values():
+def test_frequencies_of_llama_3_1_match_known_values():
   """Checks channels 0, 63 and, in the interpolated range, 32."""
   found = frequencies(Rotary(5e5, Llama3Scaling(**LLAMA)))
   # The first channel turns fastest and is not scaled. The last one is

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pairs of an optax optimizer and our replacement for it, and their steps.
+"""Provides pairs of an optax optimizer and our replacement, and their steps.
 
 Steps are traced, not compiled, so that checking all pairs is fast.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One optimizer per codec; it encodes even small leaves, in groups of 4."""
+"""Provides one optimizer per codec; even leaves of a few values are encoded."""
 
 import functools
 

@@ -86,7 +86,7 @@ def test_last_name_is_kept_only_if_devices_hold_whole_groups(kind):
       "fsdp",
       None,
     )
-    # Names may not be on the mesh, may be too few or too many, or missing.
+    # Names may be absent from the mesh, too few, too many, or missing.
     assert statistic_names(boxed(kind, ("fsdp", "heads"))) == ("fsdp", None)
     assert statistic_names(boxed(kind, ("fsdp",))) == ("fsdp",)
     many = boxed(kind, ("fsdp", "tensor", "data"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Provides checkpoints that transformers wrote, and variants of them."""
+"""Provides checkpoints written by transformers, and variants of them."""
 
 import json
 import re
@@ -65,7 +65,7 @@ def copied(path, name="llama", *, tensors=None, cast=None, **keys):
 
 
 def split(folder, count=3):
-  """Splits a folder's file into shards with an index, like transformers."""
+  """Splits a checkpoint into shards with an index, as transformers does."""
   tensors = tensors_of(folder)
   (folder / "model.safetensors").unlink()
   places = {}
@@ -101,7 +101,7 @@ def by_tensor(config, params):
 
 
 def fused(norms):
-  """Merges the norms of experts' tensors that transformers stores together."""
+  """Merges the norms of expert tensors that transformers stores as one."""
   squares = {}
   for name, norm in norms.items():
     name = re.sub(r"experts\.\d+\.(gate|up)_proj.weight", GATE_UP, name)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The text of config.json of published checkpoints."""
+"""Provides the config.json of published checkpoints, as text."""
 
-# transformers 4 wrote these files.
+# MISTRAL has the keys of transformers 5, the others those of version 4.
 LLAMA2_7B = """{
   "_name_or_path": "meta-llama/Llama-2-7b-hf",
   "architectures": ["LlamaForCausalLM"], "bos_token_id": 1, "eos_token_id": 2,

@@ -31,7 +31,7 @@ def test_llama2_matches_the_preset():
   assert dtype == "float16"
 
 
-def test_other_families_are_read():
+def test_qwen2_mistral_olmo_and_gpt2_are_read():
   config, dtype = parse_config(FILE, json.loads(QWEN2_05B))
   assert config == ModelConfig(
     family="qwen2",
@@ -157,7 +157,7 @@ V4 = {"rope_parameters": ...}
     ),
   ],
 )
-def test_stretched_rope_is_read_in_both_forms_and_written(rope, scaling):
+def test_rope_scaling_is_read_in_both_forms_and_written(rope, scaling):
   old = golden() | {"rope_scaling": rope, "rope_theta": 5e5}
   old.pop("rope_parameters")
   new = golden() | {"rope_parameters": rope | {"rope_theta": 5e5}}
@@ -203,7 +203,7 @@ def test_windows_are_read():
   found.pop("sliding_window")
   assert parse_config(FILE, found)[0].window == 4096
   assert parse_config(FILE, json.loads(MISTRAL))[0].window is None
-  # Qwen3's config.json contains a window that it does not use.
+  # Qwen3's config.json contains a window that the model does not use.
   found = golden("qwen3") | {"sliding_window": 24}
   assert parse_config(FILE, found)[0].window is None
 

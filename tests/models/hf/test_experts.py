@@ -71,7 +71,7 @@ def test_experts_are_read_under_both_names_and_written():
   assert found["num_local_experts"] == config.num_experts == 4
   assert (config.d_ff, config.experts_per_token) == (64, 2)
   assert not config.normalize_experts and config.auxiliary_loss == 0.001
-  # transformers 4 reads one of these keys, and transformers 5 the other.
+  # transformers 4 reads num_experts, and transformers 5 num_local_experts.
   written = write_config(config, dtype)
   assert written["num_experts"] == written["num_local_experts"] == 4
   for key in ("num_experts_per_tok", "norm_topk_prob", "num_local_experts"):
@@ -103,7 +103,7 @@ def test_unsupported_mixtures_are_refused_by_name(keys, words):
 @pytest.mark.parametrize("mesh", ["", *MESHES])
 @pytest.mark.parametrize("is_fused", [False, True])
 def test_each_expert_is_loaded_into_its_place(mesh, is_fused, tmp_path):
-  """Some files store all experts of a layer in one tensor."""
+  """In some files, the tensors of a layer's experts are stacked."""
   folder = copied(tmp_path / "m", "qwen3_moe")
   want = tensors_of(folder)
   if is_fused:

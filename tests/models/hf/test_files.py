@@ -136,7 +136,7 @@ def test_damaged_files_are_refused(folder):
     dict(dtype={"F32": 1}),
   ],
 )
-def test_invalid_entries_are_refused(entry, folder):
+def test_invalid_header_entries_are_refused(entry, folder):
   data = (folder / "model.safetensors").read_bytes()
   damaged(folder, with_header(data, lambda header: header[NAME].update(entry)))
   assert_refused(

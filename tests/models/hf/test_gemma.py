@@ -115,8 +115,8 @@ def test_written_config_suits_transformers_4_and_5(name):
   assert written["query_pre_attn_scalar"] == before["query_pre_attn_scalar"]
   kinds = written["layer_types"]
   assert kinds == before.get("layer_types", kinds)
-  # transformers 4 ignores rope_parameters and layer_types, and uses the period
-  # of the family.
+  # transformers 4 ignores rope_parameters and layer_types, and repeats kinds of
+  # layers with the family's period.
   old = {k: v for k, v in written.items() if k != "rope_parameters"}
   old.pop("layer_types")
   assert read(old) == config

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replaces values in a checkpoint's files with values of another type.
 
-This is done to each value in config.json, in a tensor's entry in a header, and
-in the index. Each refusal must be one sentence.
+The values are those of config.json, of one tensor's header entry, and of the
+index. Each refusal must be one sentence.
 """
 
 import copy
@@ -15,12 +15,12 @@ from coat_jax.models.hf.config import read_config
 from coat_jax.models.hf.files import INDEX, MODEL, open_tensors
 from tests.models.hf.folders import copied, split
 
-# The third is an integer that no float can represent.
+# 10**400 is too large for a float.
 VALUES = (["F32"], {"F32": 1}, 10**400, float("nan"), "x", True, -1, None)
 
 
 def replaced(found, at=()):
-  """Yields (path, value, changed copy) for each part of `found` and VALUES."""
+  """Yields (path, value, changed copy) for each path and each of VALUES."""
   here = found
   for key in at:
     here = here[key]

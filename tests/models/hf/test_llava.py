@@ -92,7 +92,7 @@ def test_published_config_is_read(tmp_path):
   assert kept["text_config"]["_name_or_path"] == "lmsys/vicuna-7b-v1.5"
 
 
-def test_text_config_decides_tied_embeddings(tmp_path):
+def test_text_config_overrides_tied_embeddings(tmp_path):
   text = PUBLISHED["text_config"]
   for top, own, tied in ((True, ..., True), (False, True, True)):
     found = PUBLISHED | {"tie_word_embeddings": top}
@@ -130,7 +130,7 @@ def test_decoders_that_scale_embeddings_are_refused():
 
 
 @pytest.mark.slow
-def test_import_and_export_gives_the_same_bytes(tmp_path):
+def test_import_then_export_keeps_all_tensors(tmp_path):
   (source := copied(tmp_path / "a", "llava")).joinpath(
     "preprocessor_config.json"
   ).write_text("{}")
@@ -145,7 +145,7 @@ def test_import_and_export_gives_the_same_bytes(tmp_path):
   for name, x in golden.items():
     assert found[name].dtype == x.dtype
     np.testing.assert_array_equal(found[name], x, err_msg=name)
-  # Tensors of one section are in several shards.
+  # There are more shards than parts of the model: tower, projector and decoder.
   assert len(list((tmp_path / "b").glob("model-*.safetensors"))) > 3
   with pytest.raises(ValueError, match="must describe the model to save"):
     save_hf(model, tmp_path / "c", like=_other(tmp_path))
@@ -156,7 +156,7 @@ def _other(tmp_path):
   return copied(tmp_path / "o", "llava", **keys | {"image_token_index": 3})
 
 
-def test_names_of_all_versions_are_read(tmp_path):
+def test_tensor_names_of_all_versions_are_read(tmp_path):
   config, _ = read_config(LLAVA)
   params, golden = abstract(config), tensors_of(LLAVA)
   old = {
@@ -180,7 +180,7 @@ def test_names_of_all_versions_are_read(tmp_path):
     check_tensors(folder, config, params)
 
 
-def test_tied_head_may_be_written_twice(tmp_path):
+def test_tied_head_may_be_stored_beside_the_embedding(tmp_path):
   golden = tensors_of(LLAVA)
   keys = json.loads((LLAVA / "config.json").read_text())
   keys["text_config"]["tie_word_embeddings"] = True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares loaded models with transformers, and their weights bit for bit."""
+"""Compares loaded models with transformers, and their weights with files."""
 
 import jax
 import jax.numpy as jnp
@@ -77,7 +77,7 @@ def test_model_matches_transformers(name):
 
 @pytest.mark.parametrize("mesh", ["", *MESHES])
 def test_each_value_is_loaded_into_its_place(mesh, tmp_path):
-  """Loads a family with biases from several shards."""
+  """Loads Qwen2, which has biases, from several shards."""
   folder = split(copied(tmp_path / "m", "qwen2"))
   model = loaded(folder, mesh=make_mesh(parse_mesh(mesh)))
   params = params_of(model)
@@ -104,7 +104,7 @@ def test_each_value_is_loaded_into_its_place(mesh, tmp_path):
     ],
   ),
 )
-def test_model_on_a_mesh_is_sharded_and_has_the_same_logits(name, mesh):
+def test_model_on_a_mesh_is_sharded_and_matches_transformers(name, mesh):
   mesh = make_mesh(parse_mesh(mesh))
   assert mesh is not None
   model = loaded(DATA / name, mesh=mesh)
@@ -155,7 +155,7 @@ def test_weights_are_cast_to_param_dtype(name, param_dtype, tmp_path):
     (np.float64, "float64"),
   ],
 )
-def test_dtypes_that_cannot_store_weights_are_refused(dtype, got, tmp_path):
+def test_unsupported_weight_dtypes_are_refused(dtype, got, tmp_path):
   """In int32, all weights of this model would be zeros."""
   words = f"must be float32, bfloat16 or float16, got {got};"
   with pytest.raises(ValueError, match=f"load_hf: param_dtype {words}"):
@@ -175,7 +175,7 @@ def test_dtypes_that_cannot_store_weights_are_refused(dtype, got, tmp_path):
   ],
 )
 def test_nonfinite_weights_are_refused(name, value, mesh, tmp_path):
-  """Tests one of a parameter's three tensors, and a parameter of one tensor."""
+  """Tests a parameter loaded from three tensors, and one loaded from one."""
   tensor = tensors_of(DATA / "llama")[name].copy()
   tensor.flat[-1] = value
   folder = copied(tmp_path / "m", tensors={name: tensor})
@@ -205,13 +205,13 @@ def test_weights_too_large_for_float16_are_refused(tmp_path):
   assert not (tmp_path / "out").exists()
 
 
-def test_tied_output_projection_may_be_written_twice(tmp_path):
+def test_tied_output_projection_may_be_stored_beside_the_embedding(tmp_path):
   tensors = tensors_of(DATA / "llama")
   embedding = tensors["model.embed_tokens.weight"]
   absent = {"lm_head.weight": None}
   twice = {
     "lm_head.weight": embedding,
-    # Old checkpoints of Llama contain these.
+    # Old checkpoints of Llama contain this tensor.
     "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32),
   }
   for i, change in enumerate((absent, twice)):
@@ -221,7 +221,7 @@ def test_tied_output_projection_may_be_written_twice(tmp_path):
     np.testing.assert_array_equal(model.embedding[...], embedding)
 
 
-def test_gpt2_may_lack_the_prefix_of_its_names(tmp_path):
+def test_gpt2_tensor_names_may_lack_their_prefix(tmp_path):
   """The published checkpoint lacks the prefix, and has buffers."""
   golden = tensors_of(DATA / "gpt2")
   published = {
@@ -252,7 +252,7 @@ def test_gpt2_may_lack_the_prefix_of_its_names(tmp_path):
     loaded(surplus)
 
 
-def test_recipe_is_coat_unless_another_is_given():
+def test_default_recipe_is_coat():
   model = load_hf(DATA / "llama")
   assert model.layers.mlp.recipe == recipes.coat()
   assert model.dtype == jnp.bfloat16

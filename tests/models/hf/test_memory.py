@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures how much host memory loading and saving a checkpoint takes."""
+"""Measures the host memory needed to load and to save a checkpoint."""
 
 import json
 import os
@@ -112,7 +112,7 @@ def test_host_memory_holds_only_a_few_tensors(mesh, checkpoint, tmp_path):
   size, loaded, saved = map(int, ran.stdout.split())
   assert size > 200e6
   largest = 2 * D * VOCAB  # 17 MB; the stack of gate and up takes 92 MB.
-  # At most, memory holds a tensor's pages of the file, a copy of them, and the
-  # packed tensor.
+  # At most, memory holds the file's pages of one tensor, a copy of them, and
+  # the packed tensor.
   assert loaded < 4 * largest, json.dumps([size, loaded, saved])
   assert saved < 4 * largest, json.dumps([size, loaded, saved])

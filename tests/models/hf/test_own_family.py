@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests that another package can add a family, with a row in three tables."""
+"""Tests that another package can add a family: one row in each of 3 tables."""
 
 import jax.numpy as jnp
 import numpy as np

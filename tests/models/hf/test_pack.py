@@ -24,7 +24,7 @@ CONFIG = ModelConfig(
 
 
 def kernels(dtype, *rows):
-  """Makes arrays whose values are all different in the dtype."""
+  """Makes arrays of distinct values in the dtype."""
   rng = np.random.default_rng(0)
   bits = rng.permutation(2**14)[: sum(rows) * D].astype(np.uint16)
   values = np.split(bits.view(dtype).reshape(-1, D), np.cumsum(rows)[:-1])
@@ -59,7 +59,7 @@ def test_columns_of_qkv_are_grouped_by_key_head(dtype):
   assert_equal(Layout(("qkv",)).unpack(packed, split), [one.T])
 
 
-def test_biases_of_qkv_have_the_order_of_its_columns():
+def test_qkv_biases_follow_the_order_of_the_columns():
   tensors = kernels(np.float16, N * H, K * H, K * H)
   biases, split = [x[:, 0] for x in tensors], matrix_split(QKV, CONFIG)
   size = (N + 2 * K) * H

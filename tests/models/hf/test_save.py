@@ -55,7 +55,9 @@ def bytes_of(folder):
     pytest.param("llama3_rope", "float32", marks=pytest.mark.slow),
   ],
 )
-def test_import_and_export_gives_the_same_bytes(name, dtype, tmp_path):
+def test_import_then_export_keeps_the_bytes_of_all_tensors(
+  name, dtype, tmp_path
+):
   source = copied(tmp_path / "a", name, cast=DTYPES[dtype], dtype=dtype)
   save_hf(load_hf(source), tmp_path / "b", like=source)
   assert bytes_of(tmp_path / "b") == bytes_of(source)

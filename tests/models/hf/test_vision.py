@@ -37,7 +37,7 @@ def bytes_of(folder):
 
 
 @pytest.mark.parametrize("name", quick(1, FAMILIES))
-def test_import_and_export_gives_the_same_bytes(name, tmp_path):
+def test_import_then_export_keeps_the_bytes_of_all_tensors(name, tmp_path):
   cast = dict(cast=ml_dtypes.bfloat16, dtype="bfloat16")
   source = copied(tmp_path / "a", name, **cast)
   save_hf(loaded(source), tmp_path / "b", like=source)
@@ -164,7 +164,7 @@ def test_config_decides_the_class_of_the_model(tmp_path):
     assert type(load_hf(DATA / name)) is kind
 
 
-def test_image_classes_have_names(tmp_path):
+def test_names_of_image_classes_are_written(tmp_path):
   config = VisionConfig(
     family="vit",
     num_layers=1,
