@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 from coat_jax import mesh
 from coat_jax.layers.residuals import protect_codes
 from coat_jax.mesh import spec_of
-from coat_jax.numerics.recipes import MeshAxes
+from coat_jax.numerics.recipes import CoatRecipe, MeshAxes
 from coat_jax.ops import Operand
 from coat_jax.ops.capability import FP8, is_before
 from coat_jax.ops.dispatch import target
@@ -71,7 +71,7 @@ def rule(
   by default, all are the first array's spec.
 
   The returned `f(arrays, *static, recipe)` is differentiable in its tuple of
-  arrays.
+  arrays, but only once unless the recipe is `bf16`.
   """
 
   specs, result_spec = specs or _tokens_specs, result_spec or _first_spec
@@ -89,8 +89,10 @@ def rule(
       keep = _with_axis if axes is not None else _splitter(in_specs, arrays)
       return results, protect_codes(jax.tree.map(keep, own))
 
+    # Apart, so that a checkpoint recomputes only what it needs.
+    args = jax.tree.map(lambda x: _differentiated_once(x, static[-1]), arrays)
     results, own = _run(
-      axes, local, arrays, in_specs, (out_specs, _own_spec(axes))
+      axes, local, args, in_specs, (out_specs, _own_spec(axes))
     )
     inputs = tuple(arrays[i] for i in reads)
     if not mesh.is_split():
@@ -115,6 +117,7 @@ def rule(
       return bwd(*static, inputs, own, g)
 
     in_specs = input_specs, _own_spec(axes), out_specs
+    g = jax.tree.map(lambda x: _differentiated_once(x, static[-1]), g)
     args = saved.inputs, saved.own, g
     return (_run(axes, local, args, in_specs, cotangent_specs),)
 
@@ -136,6 +139,27 @@ def rule(
     return apply(arrays, static)
 
   return f
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _differentiated_once(x: Array, recipe: CoatRecipe) -> Array:
+  """Returns x; raises if the pass that reads x is differentiated.
+
+  Rounding has derivative 0, so second derivatives would be wrong, often 0.
+  """
+  del recipe
+  return x
+
+
+@_differentiated_once.defjvp
+def _second_derivative(recipe, primals, tangents):
+  if recipe.name == "bf16":
+    return primals[0], tangents[0]
+  raise NotImplementedError(
+    "coat_jax: layers that round to 8 bits can be differentiated only once, "
+    "because rounding has derivative 0, got a second derivative; pass "
+    "recipe=recipes.bf16(), or apply jax.lax.stop_gradient before the first"
+  )
 
 
 def _tokens_specs(*arguments):

@@ -43,8 +43,11 @@ LOGITS_BYTES = 2**28
 def embed(
   tokens: Array, table: Array, *, dtype: DTypeLike, axes: MeshAxes | None
 ) -> Array:
-  """Looks up tokens [B, T] in a table [V, D]; returns [B, T, D] in `dtype`."""
-  look_up = lambda rows, tokens: rows[tokens]  # noqa: E731
+  """Looks up tokens [B, T] in a table [V, D]; returns [B, T, D] in `dtype`.
+
+  As in `nnx.Embed`, ids of V or more give NaN.
+  """
+  look_up = lambda rows, tokens: jnp.take(rows, tokens, axis=0)  # noqa: E731
   return _with_rows(look_up, table, dtype, (tokens,), axes)
 
 
@@ -112,8 +115,9 @@ def mean_loss(
 
   hidden is [B, T, D], targets int32 [B, T], weight [D, V], or [V, D] if it is
   the embedding (`is_tied`). The result is the sum of the tokens' losses times
-  `shares`, constants f32 [B, T]; None means 1 / (B T) for all tokens. With
-  `soft_cap`, logits become soft_cap * tanh(logits / soft_cap).
+  `shares`, constants f32 [B, T]; None means 1 / (B T) for all tokens. If a
+  target is not an id from 0 to V - 1 and its share is not 0, the result is NaN.
+  With `soft_cap`, logits become soft_cap * tanh(logits / soft_cap).
 
   If the logits [B, T, V] are large, they are never all in memory at once. The
   forward pass computes one chunk of positions at a time, with its gradients if
@@ -250,6 +254,10 @@ def _loss_of_shard(hidden, targets, weight, shares, *, head, has_gradients):
   zeros = functools.partial(jnp.zeros_like, hidden, jnp.float32)
   start = zeros(shape=()), zeros(shape=weight.shape if has_gradients else ())
   counted = jnp.ones(targets.shape, jnp.float32) if shares is None else shares
+  is_sharded = axes is not None and axes.tensor is not None
+  num_ids = vocab_size * (lax.axis_size(axes.tensor) if is_sharded else 1)
+  is_id = (targets >= 0) & (targets < num_ids)
+  counted = jnp.where(is_id | (counted == 0), counted, jnp.nan)
   chunks = _chunks(hidden, targets, counted, vocab_size)
   (loss, dweight), dhidden = lax.scan(add, start, chunks)
   loss = sum_tokens(loss, axes, all_positions=True)

@@ -4,6 +4,7 @@
 A plain state is the state of an optax optimizer, with moments in f32.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from coat_jax.numerics import stochastic
 from coat_jax.numerics.checks import flatten_like
 from coat_jax.numerics.stochastic import LeafPart
 from coat_jax.optimizer import arguments
+from coat_jax.optimizer.masks import leaf_paths
 from coat_jax.optimizer.matrices import COEFFICIENTS
 from coat_jax.optimizer.state import (
   EncodedState,
@@ -223,14 +225,20 @@ def pair_nodes(
   nodes, treedef = jax.tree.flatten(like, is_leaf=is_moment)
   found = flatten_like(op, name, decoded, _PLAIN, treedef, _REMEDY)
   pairs = list(zip(nodes, found, strict=True))
-  got, want = [], []
   for old, new in pairs:
     if is_moment(old):
-      got += [jnp.shape(x) for x in jax.tree.leaves(new)]
-      want += old.shapes()
-  if got != want:
-    raise ValueError(
-      f"{op}: {name} must have leaves of shapes {want}, got {got}; pass a "
-      "state for the same parameters"
-    )
+      got = [(path, jnp.shape(x)) for path, x in leaf_paths(new)]
+      paths = [path for path, _ in leaf_paths(old.codes)]
+      want = zip(paths, old.shapes(), strict=True)
+      for a, b in itertools.zip_longest(got, want):
+        if a != b:
+          raise ValueError(
+            f"{op}: {name} must have moments of the same parameters, got "
+            f"{_shown(a)} in place of {_shown(b)}; pass a state for these "
+            "parameters"
+          )
   return pairs
+
+
+def _shown(leaf: tuple[str, tuple[int, ...]] | None) -> str:
+  return "nothing" if leaf is None else f"{leaf[0]!r} of shape {leaf[1]}"

@@ -5,7 +5,6 @@ A leaf may contain many matrices: a stack of layers, gate and up, or q, k and v
 in the columns of one weight.
 """
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -311,14 +310,17 @@ def orthogonalize(
 ) -> Array:
   """Orthogonalizes a leaf's matrices; scales each depending on its shape."""
 
-  def f(x):
-    rows, columns = x.shape[-2:]
-    scale = max(1, columns / rows) ** 0.5
-    if options.consistent_rms is not None:
-      scale = max(rows, columns) ** 0.5 * options.consistent_rms
-    return scale * newton_schulz(x, options, sharding)
+  def whole(x, options):
+    def f(x):
+      rows, columns = x.shape[-2:]
+      scale = max(1, columns / rows) ** 0.5
+      if options.consistent_rms is not None:
+        scale = max(rows, columns) ** 0.5 * options.consistent_rms
+      return scale * newton_schulz(x, options, sharding)
 
-  whole = functools.partial(map_matrices, f, split=split, sharding=sharding)
+    return map_matrices(f, x, split=split, sharding=sharding)
+
   # On explicit axes, types would determine which matmuls sum over devices. We
   # make the axes automatic, so that the sharding constraints above decide this.
-  return run_whole(whole, x, out_specs=spec_of(x))
+  mesh = None if sharding is None else sharding.mesh
+  return run_whole(whole, x, options, out_specs=spec_of(x), mesh=mesh)

@@ -180,20 +180,27 @@ def _placed(
 ) -> tuple[Any, Mesh | AbstractMesh]:
   """Returns abstract parameters with their shardings, and the mesh."""
   leaves = leaf_paths(params)
-  where: list[Any] = (
-    [getattr(leaf, "sharding", None) for _, leaf in leaves]
-    if shardings is None
-    else jax.tree.leaves(shardings)
-  )
-  if not leaves or len(where) != len(leaves):
+  for path, leaf in leaves:
+    if not hasattr(leaf, "shape"):
+      refuse(TypeError, op, "params", "a tree of arrays", leaf, f"see {path!r}")
+  where: list[Any] = [getattr(leaf, "sharding", None) for _, leaf in leaves]
+  if shardings is not None:
+    named = leaf_paths(shardings)
+    where = [sharding for _, sharding in named]
+    paths, others = ({path for path, _ in each} for each in (leaves, named))
+    if paths != others:
+      raise ValueError(
+        f"{op}: there must be a sharding for each parameter, got "
+        f"{sorted(others - paths)} in place of {sorted(paths - others)}; pass "
+        "trees of one structure"
+      )
+  if not leaves:
     raise ValueError(
-      f"{op}: there must be parameters, and a sharding for each, got "
-      f"{len(leaves)} and {len(where)}; pass trees of one structure"
+      f"{op}: there must be at least one parameter, got {params}; pass the "
+      "parameters that the optimizer updates"
     )
   out = []
   for (path, leaf), sharding in zip(leaves, where, strict=True):
-    if not hasattr(leaf, "shape"):
-      refuse(TypeError, op, "params", "a tree of arrays", leaf, f"see {path!r}")
     if not isinstance(sharding, NamedSharding):
       raise TypeError(
         f"{op}: parameters must have NamedShardings, got {sharding} at "

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from coat_jax import recipes
-from coat_jax.layers import MLP, RESIDUAL_NAMES, Attention
+from coat_jax.layers import MLP, RESIDUAL_NAMES, Attention, Linear
 from coat_jax.numerics.formats import E4M3
 from coat_jax.ops import attention
 from tests.comparing import assert_close, assert_same_bits, jit
@@ -273,3 +273,37 @@ def test_bfloat16_parameters_get_bfloat16_gradients(name):
   assert {x.dtype for x in jax.tree.leaves(gradients)} == {
     jnp.dtype(jnp.bfloat16)
   }
+
+
+def penalty(module):
+  """Returns a function whose gradient is a second derivative of the module."""
+  gradient = jax.grad(lambda x: jnp.sum(jnp.sin(module(x))))
+  return lambda x: jnp.sum(gradient(x) ** 2)
+
+
+def product(module):
+  """Returns a function that multiplies the module's Hessian by a vector."""
+  gradient = jax.grad(lambda x: jnp.sum(jnp.sin(module(x))))
+  return lambda x: jax.jvp(gradient, (x,), (x,))[1]
+
+
+@pytest.mark.parametrize("second", [lambda m: jax.grad(penalty(m)), product])
+@pytest.mark.parametrize(
+  "recipe",
+  [recipes.coat(), recipes.fp8_linear(), recipes.fp8_block(), recipes.int8()],
+  ids=lambda recipe: recipe.name,
+)
+def test_second_derivatives_through_codes_are_refused(recipe, second):
+  linear = Linear(128, 128, recipe=recipe, rngs=nnx.Rngs(0))
+  x = jnp.ones((128, 128))
+  with pytest.raises(NotImplementedError, match="differentiated only once"):
+    second(linear)(x)
+
+
+def test_second_derivatives_with_recipe_bf16_match_plain_jnp():
+  options = dict(dtype=jnp.float32, recipe=recipes.bf16(), rngs=nnx.Rngs(0))
+  linear = Linear(D, F, **options)
+  x = inputs(B, dtype=jnp.float32)
+  plain = lambda x: x @ linear.kernel[...]  # noqa: E731
+  for second in (lambda m: jax.grad(penalty(m)), product):
+    assert_close(second(linear)(x), second(plain)(x), 1e-5)

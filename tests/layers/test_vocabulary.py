@@ -182,3 +182,26 @@ def test_float16_gradients_do_not_underflow(length, shares):
   )[1]
   # Gradients are rounded by 2^-11 twice, once before sums whose terms cancel.
   assert_close(got, want, 2**-10)
+
+
+@pytest.mark.parametrize("target", [-100, -1, V, 2**31 - 1])
+@pytest.mark.parametrize("sizes", [None, (2, 2, 2)])
+def test_target_outside_the_vocabulary_makes_the_loss_nan(sizes, target):
+  hidden, weight, targets = arrays()
+  targets = targets.at[1, 3].set(target)
+  axes, scope = None, contextlib.nullcontext()
+  if sizes:
+    axes = MeshAxes(batch=("data", "fsdp"), fsdp="fsdp", tensor="tensor")
+    types = (AxisType.Auto,) * len(sizes)
+    scope = jax.set_mesh(jax.make_mesh(sizes, NAMES, types))
+  with scope:
+    loss, gradients = found(hidden, weight, targets, axes)
+    assert math.isnan(loss)
+    assert all(jnp.isnan(x).any() for x in gradients)
+    # Tokens that do not count may have any target.
+    shares = jnp.full((B, T), 1 / (B * T)).at[1, 3].set(0.0)
+    loss, gradients = found(hidden, weight, targets, axes, shares)
+  want = wanted(hidden, weight, targets.at[1, 3].set(0), shares)
+  assert_close(loss, want[0], 1e-5)
+  for got, exact in zip(gradients, want[1], strict=True):
+    assert_close(got, exact, 1e-4)

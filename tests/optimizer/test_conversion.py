@@ -172,3 +172,17 @@ def test_update_refuses_the_state_of_another_optimizer(
 
 def test_conversion_examples_run():
   assert not doctest.testmod(conversion).failed
+
+
+def test_moments_of_renamed_or_missing_parameters_are_refused():
+  params = {"a": jnp.ones((64, 128)), "b": jnp.ones((64, 128))}
+  plain = optax.adamw(1e-2).init(params)
+  for names, words in (
+    (("b", "z"), "got 'a' of shape (64, 128) in place of 'b'"),
+    (("a",), "got 'b' of shape (64, 128) in place of nothing"),
+    (("a", "b", "c"), "got nothing in place of 'c'"),
+  ):
+    like = coat_adamw(1e-2).init({name: params["a"] for name in names})
+    with pytest.raises(ValueError) as error:
+      from_plain_state(plain, like)
+    assert words in str(error.value)

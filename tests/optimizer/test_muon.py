@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares `coat_muon` with `optax.contrib.muon`, and tests its FP8 state."""
 
+import contextlib
 import inspect
 
 import jax
@@ -322,3 +323,24 @@ def test_injected_hyperparameters_reach_muon():
     theirs = optax.contrib.muon(rate, ns_steps=steps)
     want, _ = theirs.update(grads, theirs.init(params), params)
     assert_close(update(grads, state, params)[0], want)
+
+
+@pytest.mark.parametrize("is_set", [True, False])
+def test_explicit_axes_work_with_injected_hyperparameters(is_set):
+  w = jax.random.normal(jax.random.key(0), (384, 128))
+  mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
+  options = dict(consistent_rms=0.2)
+
+  def first_update(solver, w):
+    params = {"w": w}
+    state = solver.init(params)
+    return jax.jit(solver.update)(params, state, params)[0]["w"]
+
+  want = first_update(coat_muon(1e-2, **options), w)
+  w = jax.device_put(w, jax.NamedSharding(mesh, jax.P("x")))
+  injected = optax.inject_hyperparams(coat_muon)(1e-2, **options)
+  with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
+    # `optax.inject_hyperparams` itself needs the mesh to be set.
+    solver = injected if is_set else coat_muon(1e-2, **options)
+    got = first_update(solver, w)
+  np.testing.assert_allclose(got, want, atol=1e-6, rtol=0)

@@ -366,9 +366,11 @@ def test_sharding_errors_name_the_leaf_and_the_remedy():
     state_shardings(init, params)
   with pytest.raises(TypeError, match=r"got P\(\) at 'b'"):
     state_shardings(init, params, {"a": good, "b": P()})
+  with pytest.raises(ValueError, match=r"got \['z'\] in place of \['a'\]"):
+    state_shardings(init, params, {"z": good, "b": good})
   with pytest.raises(TypeError, match="got SingleDeviceSharding.* at 'a'"):
     state_shardings(init, {"a": jnp.ones((64, 512))})
-  with pytest.raises(ValueError, match="got 2 and 1; pass trees of one"):
+  with pytest.raises(ValueError, match=r"in place of \['b'\]; pass trees"):
     state_shardings(init, params, {"a": good})
   uneven = NamedSharding(mesh, P("fsdp"))
   with pytest.raises(ValueError, match=r"shape \(6, 512\) at 'b', mesh {'fsdp"):
