@@ -5,11 +5,11 @@
 
 For each seed, a Llama of 0.45 million parameters with random weights learns to
 add two numbers from 0 to 19. Conversations ask for each sum in four wordings. A
-quarter of the 1,600 questions, chosen at random, is held out, so the model has
-usually seen a held-out sum in another wording. All `VARIANTS` start from the
-same weights and read the same data. `train.evaluate` scores the greedy answers
-of each variant, and a row is added to OUT/rows.jsonl. A run of 600 steps takes
-about a minute on two CPU cores.
+random quarter of these 1,600 questions is held out, so the model has usually
+seen the sum of a held-out question in another wording. All `VARIANTS` start
+from the same weights and read the same data. `train.evaluate` scores the greedy
+answers of each variant, and a row is added to OUT/rows.jsonl. Training one
+variant for 600 steps takes about a minute on two CPU cores.
 """
 
 import argparse

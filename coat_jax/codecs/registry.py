@@ -97,14 +97,14 @@ def options(name: str) -> dict[str, Any]:
   missing = [k for k, p in parameters.items() if p.default is p.empty]
   if missing:
     raise ValueError(
-      f"codecs: each argument of a codec must have a default, got none for "
-      f"{missing} of {name!r}; give each a default"
+      f"codecs: all arguments of {name!r} must have defaults, got none for "
+      f"{missing}; give each a default"
     )
   return {key: parameter.default for key, parameter in parameters.items()}
 
 
 def build(name: str, **arguments: Any) -> MomentCodec:
-  """Builds a codec from its name and options, for example on a command line.
+  """Builds a codec from its name and options, as given on a command line.
 
   Args:
     name: one of `names()`, or "package.module:function" for your own codec.
@@ -125,7 +125,7 @@ def build(name: str, **arguments: Any) -> MomentCodec:
   for key in arguments:
     if key not in taken:
       raise ValueError(
-        f"codecs.build: {name!r} accepts {', '.join(taken) or 'no option'}, "
+        f"codecs.build: {name!r} accepts {', '.join(taken) or 'no options'}, "
         f"got {key!r}; leave it out"
       )
   codec = _constructor(name)(**arguments)

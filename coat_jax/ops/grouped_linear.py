@@ -85,13 +85,13 @@ def _check_columns(x: Operand, g: Operand, sizes: Array, **_) -> None:
   a, b = x.columns, g.columns
   if a is None or b is None:
     raise ValueError(
-      "grouped_linear: needs columns of tokens and of gradients, got "
+      "grouped_linear: needs tokens and gradients in the layout columns, got "
       f"{shapes_of(x)} and {shapes_of(g)}; quantize both in this layout"
     )
   if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1] or sizes.ndim != 1:
     raise ValueError(
       "grouped_linear: needs columns [D, M] and [F, M], and sizes [E], got "
-      f"{a.shape}, {b.shape} and {sizes.shape}; pass arrays whose M match"
+      f"{a.shape}, {b.shape} and {sizes.shape}; pass arrays with the same M"
     )
 
 
@@ -102,7 +102,7 @@ def group_of_rows(sizes: Array, m: int) -> Array:
 
 
 def _rows_times(x: Array, w: Array, sizes: Array, x_scale, w_scale, dtype):
-  """Multiplies codes x [M, K] by w^T, of w [E, N, K], and by both scales."""
+  """Multiplies codes x [M, K] by their group's w^T [K, N] and both scales."""
   out = _dot(x, w, sizes, (1, 2))
   scale = w_scale[group_of_rows(sizes, len(x))][:, None]
   return times_scales(out, x_scale, scale).astype(dtype)

@@ -74,7 +74,7 @@ def applied(params, updates, **options):
 
 
 def backward(solver=None, **changed):
-  """Traces a step in the backward pass of two layers."""
+  """Traces a two-layer model whose optimizer steps in the backward pass."""
   solver = optimizer.fused_coat_adamw(1e-3) if solver is None else solver
   forward = dict(
     before=lambda outer: outer["embed"],

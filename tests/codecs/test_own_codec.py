@@ -88,7 +88,7 @@ def test_own_codec_appears_in_benchmarks(monkeypatch):
 
 @dataclasses.dataclass(frozen=True)
 class Subclass(ExpandedFP8):
-  """A subclass of a codec that the kernel supports."""
+  """A codec that no kernel supports, although kernels support its base."""
 
 
 def step_arguments(codec):
@@ -116,7 +116,7 @@ def step_arguments(codec):
   ],
 )
 def test_kernel_refuses_an_unregistered_codec(codec, name):
-  reason = f"adamw_step: the kernel does not support the codec {name}"
+  reason = f"adamw_step: the GPU kernel does not support the codec {name}"
   args = step_arguments(codec)
   with pytest.raises(NotImplementedError, match=reason):
     adam.adamw_step(*args, groups=codec.groups, implementation="mosaic")

@@ -78,7 +78,7 @@ def refused_module():
       ValueError,
       "accepts group_size, rounding, got",
     ),
-    ("float32", {"group_size": 8}, ValueError, "accepts no option, got"),
+    ("float32", {"group_size": 8}, ValueError, "accepts no options, got"),
     ("log8", {"rounding": "nearest"}, ValueError, "freezes second moments"),
     (
       "no.such:make",

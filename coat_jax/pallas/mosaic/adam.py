@@ -35,7 +35,7 @@ from coat_jax.pallas.mosaic.registers import Instructions
 
 def _why_not(g, stored, groups, scalars, p=None, **_) -> str | None:
   if scalars.gradient_ratio is not None:
-    return "the kernel does not support Nesterov momentum"
+    return "the GPU kernel does not support Nesterov momentum"
   # Leave out the low bytes of a `SplitWeight`.
   arrays = *jax.tree.leaves(p)[:1], g
   if not is_factored(groups):

@@ -63,14 +63,14 @@ def why_not(stored, groups, arrays) -> str | None:
   if reason is not None:
     return reason
   if any(isinstance(codec, Plain) for codec in groups):
-    return "the kernel needs moments that are encoded in groups"
+    return "the GPU kernel needs moments that are encoded in groups"
   for codec in groups:
     if not moment_codecs.is_registered(codec):
-      return f"the kernel does not support the codec {type(codec).__name__}"
+      return f"the GPU kernel does not support the codec {type(codec).__name__}"
   sizes = {codec.group_size for codec in groups}
   if sizes != {GROUP_SIZE}:
     got = ", ".join(map(str, sorted(sizes)))
-    return f"the kernel needs groups of 128, got {got}"
+    return f"the GPU kernel needs groups of 128, got {got}"
   shape, count = stored[0].codes.shape, arrays[-1].size // GROUP_SIZE
   if not shape or shape[-1] % GROUP_SIZE:
     return f"the last axis must be a multiple of 128, got shape {shape}"

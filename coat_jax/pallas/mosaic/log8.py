@@ -77,7 +77,7 @@ class _Log(FittedCodec):
     else:
       # Subtract half a step, so that rounding to nearest rounds down. Because
       # the logarithm is off by up to 2^-17, also add `_JUST_BELOW`. Otherwise a
-      # value of the lowest level could be rounded down to zero.
+      # value at the lowest level could be rounded down to zero.
       above = jnp.log2(magnitude) - spread(base + 0.5 * step - _JUST_BELOW)
       whole, level = on.round(above, spread(inverse))
       # Let a and b be the values of the levels around |x|. Round up if
