@@ -46,7 +46,7 @@ def tied(config):
 
 
 def gemma(config):
-  """Uses two kinds of layers, norms around blocks, q and k norms, soft caps."""
+  """Makes the model a Gemma 3 with local and global layers, and soft caps."""
   model = dataclasses.replace(
     config.model,
     family="gemma3_text",

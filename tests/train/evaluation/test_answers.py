@@ -250,7 +250,7 @@ def test_answer_ends_at_the_token_that_ends_turns_in_the_data(monkeypatch):
 
   monkeypatch.setattr(answers, "generate", generate)
   monkeypatch.setattr(answers, "_score", lambda *_: (1, 0.0))
-  turns = [("u", "vwxy#"), ("w", "xy#"), ("v", "wx")]  # The last has no #.
+  turns = [("u", "vwxy#"), ("w", "xy#"), ("v", "wx")]  # The last lacks a #.
   tokens = np.frombuffer("".join(q + a for q, a in turns).encode(), np.uint8)
   starts = np.cumsum([0, *(len(q + a) for q, a in turns)])
   mask = np.ones(len(tokens), bool)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of a plan: what is counted, how it is sharded, what fits.
 
-tests/aot/test_plan.py compares the sum with the compiler's.
+tests/aot/test_plan.py compares the total with the compiler's.
 """
 
 import dataclasses
@@ -112,7 +112,7 @@ def test_fp8_checkpoints_save_codes_of_inputs(is_layer_norm, group_size):
 @pytest.mark.parametrize(
   "remat, units", [("full", 1), ("fp8_layer", 0.57), ("fp8", 1.14)]
 )
-def test_size_of_checkpoints_relative_to_the_residual_stream(remat, units):
+def test_checkpoint_size_is_units_times_the_residual_stream(remat, units):
   model = PRESETS["llama2_7b"]().model
   kept = saved_bytes(model, recipes.coat(), remat=remat)
   assert 0.98 * units <= kept / (2 * 4096) <= units

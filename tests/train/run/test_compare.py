@@ -22,7 +22,7 @@ RESULTS = {
 
 @pytest.fixture
 def runs(tmp_path, monkeypatch):
-  """Writes a run and two twins of 60 steps; the first ten have a loss of 9."""
+  """Writes a run and two twins of 60 steps; steps 1 to 10 have a loss of 9."""
   monkeypatch.setattr(plot, "draw", lambda runs, out: None)
   config = dataclasses.replace(
     demo(), model=dataclasses.replace(demo().model, **MODEL), compare="bf16"
