@@ -120,7 +120,7 @@ def test_weights_are_converted_and_moments_stay_bit_identical(
     assert_same_bits(got[name], x)
 
 
-def test_codec_and_params_can_change_at_once(tmp_path):
+def test_codec_and_params_can_change_together(tmp_path):
   save(tmp_path, config_of("float32", codec="float32"))
   after = config_of("bfloat16_low8", codec="log8")
   abstract = abstract_state(after)

@@ -65,7 +65,7 @@ def gemma(config):
   quick(
     0,
     [
-      # Together, these few runs use all options; each compiles two steps.
+      # Each run covers several options, because it compiles two steps.
       on(SMALL, "", params="bfloat16_low8", weight_cache="codes"),
       # GPT-2 also has an embedding of positions.
       on(gpt2(SMALL), "fsdp=8", params="bfloat16"),

@@ -33,7 +33,7 @@ def _few_steps(**options):
 @pytest.mark.parametrize(
   "options",
   [
-    # A few runs cover all values of options, because each run compiles a step.
+    # Each run covers several options, because it compiles a step.
     dict(optim=dict(optimizer="coat_muon"), params="bfloat16", remat="fp8"),
     dict(
       optim=dict(optimizer="coat_lion", lr=3e-4),

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Terms of plans equal sums of arrays, and plans are near XLA's peaks.
 
-The sums are written out here again, array by array. The peaks belong to steps
-compiled for H200s (docs/rows/plan.jsonl; `make test-aot` compiles a few anew).
+The tests write out the sums again, array by array. The peaks belong to steps
+compiled for H200s. docs/rows/plan.jsonl has those without experts and without
+recomputation; `make test-aot` compiles a few of the steps again.
 """
 
 import pytest
