@@ -159,7 +159,7 @@ def test_run_resumes_with_other_params_only_with_convert_state(
   assert f"params: bfloat16_low8 -> {kind}; pass --convert-state to" in errors
   assert run(halfway, "--resume", "--convert-state", **options) == 0
   before, after = losses(finished), losses(halfway)
-  # Layers compute with BF16 weights, or with f32 weights rounded to BF16.
+  # Layers use BF16 weights, or round f32 weights to BF16: losses nearly agree.
   assert after[5, "loss"] == pytest.approx(before[5, "loss"], rel=1e-3)
   assert after[8, "loss"] == pytest.approx(before[8, "loss"], rel=1e-2)
   assert run(halfway, "--resume", **options) == 0

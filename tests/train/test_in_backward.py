@@ -65,7 +65,7 @@ def gemma(config):
   quick(
     0,
     [
-      # Each run covers several options, because it compiles two steps.
+      # Each case covers several options, because compiling two steps is slow.
       on(SMALL, "", params="bfloat16_low8", weight_cache="codes"),
       # GPT-2 also has an embedding of positions.
       on(gpt2(SMALL), "fsdp=8", params="bfloat16"),

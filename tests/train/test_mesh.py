@@ -133,7 +133,7 @@ def test_fsdp_splits_only_whole_tiles():
   words = "got d_ff / fsdp = 11008 / 4 = 2752; fsdp of 1, 2 would fit"
   with pytest.raises(ValueError, match=words):
     on(config, "fsdp=4", recipe="fp8_block")
-  # In a model with experts, only attention has tiles.
+  # In a model with experts, only attention weights have tiles.
   on(PRESETS["qwen3_30b_a3b"](), "fsdp=16", recipe="fp8_block")
 
 
@@ -201,7 +201,7 @@ def test_losses_of_gpt2_equal_those_of_one_device():
   assert largest_difference(fp8, want) <= 0.01
 
 
-def test_parameter_shardings_on_a_mesh_of_three_axes():
+def test_parameters_are_sharded_over_a_mesh_of_three_axes():
   config = on(SMALL, "data=2,fsdp=2,tensor=2")
   mesh = meshes.make_mesh(config.mesh_sizes)
   params = step.abstract_state(config, step.build_optimizer(config)).params

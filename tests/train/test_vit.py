@@ -138,7 +138,7 @@ def test_bad_images_are_refused_and_nothing_is_written(
   assert not (tmp_path / "out").exists()
 
 
-def test_held_out_share_is_refused_if_the_folder_decides(tmp_path, capsys):
+def test_held_out_share_is_refused_next_to_a_held_out_folder(tmp_path, capsys):
   folder, out = write_folder(tmp_path / "images"), tmp_path / "out"
   assert vit.main(line(folder, out, held_out=0.3)) == 2
   words = (

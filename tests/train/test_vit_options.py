@@ -33,7 +33,7 @@ def _few_steps(**options):
 @pytest.mark.parametrize(
   "options",
   [
-    # Each run covers several options, because it compiles a step.
+    # Each case covers several options, because compiling a step is slow.
     dict(optim=dict(optimizer="coat_muon"), params="bfloat16", remat="fp8"),
     dict(
       optim=dict(optimizer="coat_lion", lr=3e-4),

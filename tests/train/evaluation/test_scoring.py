@@ -30,7 +30,7 @@ def score(model):
 
 
 def requests(score, *more):
-  """Makes requests of both padded lengths, and one that is too long."""
+  """Makes requests of both padded lengths, 64 and 96, and one too long."""
   rng = np.random.default_rng(0)
   counts = {9: 3, 120: 20, 65: 1} | dict(more)
   rows = {n: rng.integers(0, 256, n + 1).tolist() for n in counts}

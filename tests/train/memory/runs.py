@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of presets whose number of parameters is given."""
+"""Plans of presets, from given numbers of parameters."""
 
 import dataclasses
 

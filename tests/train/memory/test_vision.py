@@ -54,7 +54,7 @@ def test_step_of_7b_equals_its_arrays_and_is_near_the_compiled_peak(trained):
   weights = 2 * sum(COUNTS.values())
   tokens, seen = 4 * 2048, 8 * 577
   saved = 32 * saved_bytes(DECODER.model, recipes.coat()) * tokens
-  # The projector saves features, GELU's input in BF16 and f32, and its output.
+  # The projector saves features, GELU's input (BF16 and f32) and GELU's output.
   images = 8 * 576 * (2 * 1024 + 8 * 4096)
   if trained == "all":
     # A layer of the tower saves codes of both norms' inputs, with a scale per

@@ -68,7 +68,7 @@ def test_table_has_difference_to_the_first_twin_and_spread_of_twins(
     *("+0.2000", "0.1000"),
   ]
   assert rows["tokens/s"] == ["100", "300", "500", "-200", "200"]
-  # e^2, e^1.5 and e^1.75.
+  # The perplexities are e^2, e^1.5 and e^1.75.
   assert rows["held-out perplexity"] == [
     *("7.389", "4.482", "5.755"),
     *("+2.907", "1.273"),
