@@ -5,7 +5,7 @@ from coat_jax import codecs
 
 
 def scaled(group_size: int = 128) -> codecs.MomentCodec:
-  """Returns the codec fp8 as "scaled", with group_size as its only option."""
+  """Returns the fp8 codec, named "scaled"; its only option is group_size."""
   plain = codecs.fp8(group_size)
   return codecs.MomentCodec(name="scaled", mu=plain.mu, nu=plain.nu)
 

@@ -85,7 +85,7 @@ def contents(path):
 
 
 def losses(out):
-  """Returns a run's logged numbers, bit for bit, by step and name."""
+  """Returns a run's logged losses, norms and moment reports by (step, name)."""
   rows = list(read_metrics(Path(out) / "metrics.jsonl"))
   keys = ("loss", "held_out_loss", "grad_norm", "state", "powers")
   return {

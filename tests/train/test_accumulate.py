@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Microbatches give the step of the whole batch and share weight codes."""
+"""Microbatches give the same step as a whole batch, and share weight codes."""
 
 import dataclasses
 

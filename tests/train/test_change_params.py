@@ -120,7 +120,7 @@ def test_weights_are_converted_and_moments_stay_bit_identical(
     assert_same_bits(got[name], x)
 
 
-def test_codec_and_params_can_change_at_once(tmp_path):
+def test_codec_and_params_can_change_together(tmp_path):
   save(tmp_path, config_of("float32", codec="float32"))
   after = config_of("bfloat16_low8", codec="log8")
   abstract = abstract_state(after)
@@ -159,7 +159,7 @@ def test_run_resumes_with_other_params_only_with_convert_state(
   assert f"params: bfloat16_low8 -> {kind}; pass --convert-state to" in errors
   assert run(halfway, "--resume", "--convert-state", **options) == 0
   before, after = losses(finished), losses(halfway)
-  # Layers compute with BF16 weights, or with f32 weights rounded to BF16.
+  # Layers use BF16 weights, or round f32 weights to BF16: losses nearly agree.
   assert after[5, "loss"] == pytest.approx(before[5, "loss"], rel=1e-3)
   assert after[8, "loss"] == pytest.approx(before[8, "loss"], rel=1e-2)
   assert run(halfway, "--resume", **options) == 0

@@ -25,7 +25,7 @@ SEQ = 31
 
 
 def make(lengths):
-  """Makes documents of distinct tokens. Only first tokens are not targets."""
+  """Makes documents of distinct tokens; all but their first are targets."""
   starts = np.cumsum([0, *lengths])
   mask = np.ones(starts[-1], bool)
   mask[starts[:-1]] = False

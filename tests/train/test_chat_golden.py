@@ -69,7 +69,7 @@ def templates():
   return module
 
 
-def test_generation_blocks_give_the_same_masks(templates):
+def test_generation_blocks_give_the_masks_of_transformers(templates):
   marked = templates.with_generation(templates.QWEN3, templates.QWEN3_EDITS)
   own = ChatTemplate.load(DATA / "qwen3")
   assert own.source == templates.QWEN3

@@ -227,7 +227,7 @@ def test_formats_of_json_lines_and_arrays_are_detected(tmp_path, encoder):
   array = write(tmp_path / "b.json", rows, array=True)
   write(tmp_path / "c.txt", ["not looked at"])
   assert [row.line for row in read_rows(lines)] == [1, 2]
-  # The first row takes lines 2 to 13.
+  # The first row is on lines 2 to 13.
   assert [row.line for row in read_rows(array)] == [2, 14]
   found = load_documents([str(tmp_path)], encoder, seq=64, vocab_size=400)
   assert len(found) == 4

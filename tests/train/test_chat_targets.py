@@ -78,7 +78,7 @@ def chat(*contents):
       ["b</s>", "d</s>"],
     ),
     (PUBLISHED["vicuna"], [" b</s>", " d</s>"]),
-    # Contents change to capitals, but turns are found by the rest of the text.
+    # Contents are written in capitals; turns are found by the rest of the text.
     (LOOP + ANSWER + "A:{{ m.content | upper }}</s>" + END + PROMPT,
      ["B</s>", "D</s>"]),
   ],
@@ -188,7 +188,7 @@ def test_generation_blocks_decide_what_is_learned():
 
 
 def calling(header="A:", last="", ends=PROMPT):
-  """Returns a template that refuses tool turns without a call, as Mistral's."""
+  """Returns a template like Mistral's: it refuses tool turns without a call."""
   return (
     "{% for m in messages %}{% if m.role == 'tool' and not "
     "loop.previtem.tool_calls %}{{ raise_exception('no call') }}{% endif %}"

@@ -112,7 +112,7 @@ def test_generation_marks_the_contents_of_its_blocks():
   text = chat.render(messages)
   spans = chat.generated(messages, None)
   assert [text[start:end] for start, end in spans] == ["b é\n", "c\n"]
-  # If a template changes a block's text, all later positions are wrong.
+  # If a template changed a block's text, all later positions would be wrong.
   source = "{% set x %}{% generation %}ab{% endgeneration %}{% endset %}"
   cut = ChatTemplate(source + "{{ x[1:] }}", {})
   with pytest.raises(ValueError, match="must write the text of each"):

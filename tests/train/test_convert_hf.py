@@ -212,7 +212,7 @@ def test_options_that_would_be_ignored_are_refused(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_run_from_random_weights_is_exported_too(tmp_path, capsys):
+def test_run_from_random_weights_is_exported(tmp_path, capsys):
   run, out = tmp_path / "run", tmp_path / "out"
   shape = {"num-layers": 1, "d-model": 32, "d-ff": 48, "num-heads": 2}
   shape = {f"model.{name}": x for name, x in shape.items()}

@@ -191,7 +191,7 @@ def test_own_rows_are_the_rows_of_local_devices(sharding, index, count):
 
 
 def test_own_rows_that_overlap_partly_raise():
-  # Each of two processes has three devices, so one of the three pairs along the
-  # axis tensor belongs to both processes.
+  # Each of two processes has three devices, so one of the three pairs of
+  # devices along the axis tensor belongs to both processes.
   with pytest.raises(ValueError, match="got sequences 8 to 23 of 24 for"):
     own_rows(Shards((8, 16), (16, 24), (16, 24)), 24)

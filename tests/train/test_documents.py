@@ -16,7 +16,6 @@ from flax import nnx
 from tests.train.steps import EXACT, SMALL, STEPS, TOKENS, Trained, on
 from train import step
 
-# tests/train/test_finetune.py has a short version that is not slow.
 pytestmark = pytest.mark.slow
 
 MESH = "data=2,fsdp=2,tensor=2"
@@ -50,7 +49,7 @@ ROWS = packed()
 
 
 def one_per_row():
-  """Returns tokens and targets of one document per row, and packed places."""
+  """Returns each document in its own row, its targets and (row, segment)."""
   tokens, is_target, places = [], [], []
   for row in range(8):
     for number in range(1, ROWS["segments"][row].max() + 1):
@@ -64,7 +63,7 @@ def one_per_row():
 
 @pytest.fixture(scope="module")
 def alone():
-  """Returns each document's packed place, its nats and number of targets."""
+  """Returns each document's (row, segment), nats and number of targets."""
   tokens, is_target, places = one_per_row()
   run = Trained(EXACT)
   params = step.initial_state(EXACT, run.optimizer).params

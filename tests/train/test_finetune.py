@@ -188,7 +188,8 @@ def test_interrupted_run_resumes_bit_for_bit(
 def test_resume_with_another_seq_names_both_values(
   finished, checkpoint, data, capsys
 ):
-  # Longer sequences also change the data and give too few rows for a batch.
+  # Longer sequences also change the data and leave too few rows for a batch,
+  # but the error names only the option.
   before = contents(finished)
   assert run(checkpoint, data, finished, "--resume", seq=None) == 2
   errors = capsys.readouterr().err

@@ -168,7 +168,7 @@ def products(text, name, result):
   return {tuple(sorted(map(int, x.split(",")))) for x in found}
 
 
-# Shapes of weight gradients, of the tower and of the decoder with its head.
+# Shapes of weight gradients in the tower, and in the decoder with its head.
 TOWER = {(48, 144), (48, 192), (48, 48)}
 DECODER = {(64, 176), (64, 352), (64, 80)}
 
@@ -237,8 +237,8 @@ def test_each_stage_changes_only_its_parts(projected, folder, tmp_path, capsys):
   keys = json.loads((tmp_path / "first" / "config.json").read_text())
   assert keys["architectures"] == ["LlavaForConditionalGeneration"]
   assert keys["image_token_index"] == 0 and keys["image_seq_length"] == 16
-  # The second stage begins with the run, on a mesh and in microbatches. The
-  # oracle in plain JAX begins with the exported folder.
+  # The second stage starts from the run, on a mesh with microbatches. The
+  # oracle in plain JAX starts from the exported folder.
   plain = {"recipe": "bf16", "compute": "float32", "optim.codec": "float32"}
   plain |= {"optim.group-size": None, "batch": 16, "steps": 2, "held-out": 0.1}
   plain |= {"optim.grad-clip": 1e9}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images, options and runs that a fine-tuning run with images refuses."""
+"""Images, options and runs that fine-tuning with images refuses."""
 
 import dataclasses
 import json

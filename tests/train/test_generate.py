@@ -88,7 +88,7 @@ def greedy(path, prompt, count):
   return bytes(row).decode(errors="replace")
 
 
-def test_text_of_prompts_is_printed_with_speeds(finished, capsys):
+def test_prompts_and_continuations_are_printed_with_speeds(finished, capsys):
   line = [finished, "--prompt", PROMPT, "--prompt", "import", "--max-tokens", 8]
   assert command(*line, "--temperature", 0) == 0
   printed = capsys.readouterr()

@@ -46,7 +46,7 @@ def tied(config):
 
 
 def gemma(config):
-  """Uses two kinds of layers, norms around blocks, q and k norms, soft caps."""
+  """Makes the model a Gemma 3 with local and global layers, and soft caps."""
   model = dataclasses.replace(
     config.model,
     family="gemma3_text",
@@ -65,7 +65,7 @@ def gemma(config):
   quick(
     0,
     [
-      # Together, these few runs use all options; each compiles two steps.
+      # Each case covers several options, because compiling two steps is slow.
       on(SMALL, "", params="bfloat16_low8", weight_cache="codes"),
       # GPT-2 also has an embedding of positions.
       on(gpt2(SMALL), "fsdp=8", params="bfloat16"),

@@ -133,7 +133,7 @@ def test_fsdp_splits_only_whole_tiles():
   words = "got d_ff / fsdp = 11008 / 4 = 2752; fsdp of 1, 2 would fit"
   with pytest.raises(ValueError, match=words):
     on(config, "fsdp=4", recipe="fp8_block")
-  # In a model with experts, only attention has tiles.
+  # In a model with experts, only attention weights have tiles.
   on(PRESETS["qwen3_30b_a3b"](), "fsdp=16", recipe="fp8_block")
 
 
@@ -201,7 +201,7 @@ def test_losses_of_gpt2_equal_those_of_one_device():
   assert largest_difference(fp8, want) <= 0.01
 
 
-def test_parameter_shardings_on_a_mesh_of_three_axes():
+def test_parameters_are_sharded_over_a_mesh_of_three_axes():
   config = on(SMALL, "data=2,fsdp=2,tensor=2")
   mesh = meshes.make_mesh(config.mesh_sizes)
   params = step.abstract_state(config, step.build_optimizer(config)).params
@@ -246,7 +246,7 @@ def test_step_keeps_the_shardings_of_the_state(exact_on_mesh):
 
 
 def test_losses_equal_those_of_one_device(exact, exact_on_mesh):
-  # A different summation order changes a loss of 5.5 by a few ulps of 5e-7.
+  # A different summation order changes a loss of 5.5 by a few ulps (5e-7 each).
   # Adam amplifies such differences where a gradient is near 0.
   assert largest_difference(exact_on_mesh, exact) <= 1e-5
   assert exact.losses[-1] < exact.losses[0] - 0.1
@@ -263,7 +263,7 @@ def collectives(program):
       yield name, tuple(int(n) for n in sizes.split(",") if n not in ("", "1"))
 
 
-def test_logits_do_not_move_and_weights_are_gathered_once(exact_on_mesh):
+def test_logits_do_not_move_and_vocabulary_weights_move_once(exact_on_mesh):
   found = list(collectives(exact_on_mesh.program))
   tensor = exact_on_mesh.mesh.shape["tensor"]
   assert not [s for _, s in found if len(s) == 3 and s[-1] in (384, 192)]

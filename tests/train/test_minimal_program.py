@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program in the docstring of `train` runs with the files it names."""
+"""The program in `train`'s docstring needs only the files named there."""
 
 import ast
 import dataclasses

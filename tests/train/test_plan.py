@@ -73,8 +73,9 @@ def test_plan_counts_the_state_of_the_run():
   config = dataclasses.replace(config, mesh="fsdp=4", batch=8, seq=2048)
   count = 6_738_415_616
   for found in plan_run(config).values():
-    assert found.weights == pytest.approx(count, rel=1e-3)  # 4 bytes on 4 GPUs.
-    # 2.08 bytes per parameter; in addition, each GPU has whole norms.
+    # Weights have 4 bytes per parameter, and 4 GPUs share them.
+    assert found.weights == pytest.approx(count, rel=1e-3)
+    # Moments have 2.08 bytes per parameter. Each GPU also has whole norms.
     assert found.optimizer == pytest.approx(2.08 * count / 4, rel=2e-3)
   exact = dataclasses.replace(config, report_state=True)
   more = plan_run(exact)["loss"].optimizer - found.optimizer
@@ -284,7 +285,7 @@ def test_table_with_microbatches_omits_updates_in_backward(capsys):
 @pytest.mark.parametrize(
   "preset, is_said", [("demo_moe", True), ("demo", False)]
 )
-def test_remark_names_what_was_not_checked_for_experts(
+def test_remark_says_that_plans_with_experts_were_not_checked(
   preset, is_said, monkeypatch, capsys
 ):
   monkeypatch.setattr(plan, "table", lambda *_: "GB")
@@ -323,7 +324,7 @@ def test_images_must_fit(llava_7b, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_smaller_groups_of_moments_can_be_split(capsys):
+def test_smaller_groups_of_moments_fit_the_mesh(capsys):
   smaller = ["demo", "--mesh", "tensor=2", "--group-size", "16"]
   assert plan.main(smaller) == 0
   assert "demo, 2 GPUs" in capsys.readouterr().out

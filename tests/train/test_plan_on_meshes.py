@@ -49,6 +49,6 @@ def test_gpus_with_whole_experts_plan_their_experts_and_save_no_copies():
   assert plan_run(of_one)["loss"].weights - found.weights == others
 
 
-def test_memory_is_decimal_unless_it_is_written_gib():
+def test_memory_sizes_are_decimal_unless_written_in_gib():
   assert plan.read_bytes("80GB") == plan.read_bytes("80") == 80 * 10**9
   assert plan.read_bytes("1.5GiB") == 1.5 * 2**30

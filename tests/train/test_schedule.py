@@ -41,7 +41,7 @@ def test_learning_rate_follows_the_formula(schedule, warmup, in_steps):
   np.testing.assert_allclose(found, wanted(schedule, in_steps)[::4], rtol=1e-5)
 
 
-def test_cosine_and_linear_differ_at_their_quarters():
+def test_cosine_and_linear_have_known_values_at_quarters():
   # Values of the formulas above at 1/4 and 3/4 of the schedule.
   for schedule, first, last in (
     ("cosine", 1.736, 0.464),

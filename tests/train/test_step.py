@@ -166,7 +166,7 @@ def test_figure_has_panels_of_the_state_if_it_was_reported(
   plot.draw(
     {"a": rows(with_state=with_state), "b": rows(with_state=False)}, out
   )
-  # Each panel is 6 x 4 inches, at 150 points per inch.
+  # Each panel is 6 x 4 inches, at 150 pixels per inch.
   panels = 4 if with_state else 2
   picture = matplotlib.image.imread(out)
   assert picture.shape[:2] == (600, 900 * panels)

@@ -21,7 +21,8 @@ from train import step
 from train.config import OptimConfig
 from train.presets import demo
 
-# No number is the default, and each changes updates by 1 % or more.
+# All numbers but grad_clip differ from the defaults. Each of them changes
+# updates by 1 % or more.
 OPTIM = OptimConfig(
   lr=1e-2,
   codec="float32",
@@ -121,7 +122,8 @@ def test_steps_equal_optax_clipping_and_adamw():
     moved = jax.tree.map(
       lambda new, old: np.float64(new) - np.float64(old), state.params, before
     )
-    # Rounding changes parameters by at most 6e-8, updates by at least 1e-3.
+    # Rounding changes parameters by at most 6e-8. Updates change at least one
+    # value per leaf by 1e-3 or more.
     assert_close(moved, updates, 1e-3, f"update {i}")
     # The exact and the stored moments are those of the clipped gradients.
     adam = expected[1][0]

@@ -138,7 +138,7 @@ def test_bad_images_are_refused_and_nothing_is_written(
   assert not (tmp_path / "out").exists()
 
 
-def test_held_out_share_is_refused_if_the_folder_decides(tmp_path, capsys):
+def test_held_out_share_is_refused_next_to_a_held_out_folder(tmp_path, capsys):
   folder, out = write_folder(tmp_path / "images"), tmp_path / "out"
   assert vit.main(line(folder, out, held_out=0.3)) == 2
   words = (
@@ -167,7 +167,7 @@ def test_options_of_decoders_are_refused(option, tmp_path, capsys):
   assert option.replace("_", "-") in capsys.readouterr().err
 
 
-def test_batches_contain_all_kinds_of_images_and_split_by_process(tmp_path):
+def test_batches_have_all_kinds_of_images_and_are_split_by_process(tmp_path):
   folder = write_folder(tmp_path / "images")
   Image.new("CMYK", (30, 8)).save(folder / "train/cat/8.jpg")
   Image.new("L", (30_000, 2)).save(folder / "train/cat/9.png")
@@ -290,7 +290,7 @@ def test_run_learns_and_a_killed_run_resumes_bit_for_bit(
 
 
 @pytest.mark.slow
-def test_exported_tower_has_names_of_classes_and_preprocessing(
+def test_exported_tower_has_class_names_and_preprocessing(
   environment, tmp_path, capsys
 ):
   folder, run = write_folder(tmp_path / "images"), tmp_path / "run"
@@ -302,7 +302,7 @@ def test_exported_tower_has_names_of_classes_and_preprocessing(
   config = json.loads((out / "config.json").read_bytes())
   assert config["id2label"] == {"0": "cat", "1": "dog"}
   assert config["label2id"] == {"cat": 0, "dog": 1}
-  # The exported settings prepare the same pixels as in training.
+  # The exported settings produce the same pixels as in training.
   _, data = vit.load(config_of(folder))
   trained = data.rows
   assert Preprocessing.load(out) == trained.preprocessing

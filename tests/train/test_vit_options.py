@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Classifiers of images train with each option and on a mesh."""
+"""Image classifiers train with each option and on a mesh."""
 
 import dataclasses
 
@@ -33,7 +33,7 @@ def _few_steps(**options):
 @pytest.mark.parametrize(
   "options",
   [
-    # A few runs cover all values of options, because each run compiles a step.
+    # Each case covers several options, because compiling a step is slow.
     dict(optim=dict(optimizer="coat_muon"), params="bfloat16", remat="fp8"),
     dict(
       optim=dict(optimizer="coat_lion", lr=3e-4),
@@ -57,7 +57,7 @@ def test_recomputation_changes_no_loss_of_a_tower():
 
 
 @pytest.mark.slow
-def test_meshes_train_as_one_device_does(tmp_path):
+def test_losses_on_a_mesh_equal_those_on_one_device(tmp_path):
   draw = np.random.default_rng(0)
   rows = {
     "images": draw.normal(size=(8, 3, 12, 12)).astype(np.float32),

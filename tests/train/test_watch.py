@@ -135,7 +135,7 @@ def test_statistics_of_values_agree_with_numpy():
   assert zeroed > 0
 
 
-def test_drift_is_reported_once_it_breaks_its_rule():
+def test_drift_is_reported_when_it_breaks_its_rule():
   usual = {
     "activations_amax": [1.0, 2.0],
     "nu_zeroed": [0.0],
@@ -188,6 +188,6 @@ def test_watching_does_not_change_a_run(tmp_path, capsys, monkeypatch):
   # Drift is only reported after three earlier probes.
   said = [x for x in capsys.readouterr().err.splitlines() if "watch: " in x]
   assert len(said) == 1 and "b: step 8: watch: grad_norm is" in said[0]
-  # Three panels of 900 x 600 points: losses, moments' errors, watched values.
+  # Three panels of 900 x 600 pixels: losses, moments' errors, watched values.
   picture = matplotlib.image.imread(RunDirectory(tmp_path / "b").plot)
   assert picture.shape[:2] == (600, 2700)

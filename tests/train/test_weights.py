@@ -131,8 +131,8 @@ def test_sums_over_microbatches_have_the_requested_dtype(dtype):
     assert g.dtype == (kept if dtype == "bfloat16" else jnp.float32)
     exact = np.asarray(by_name(want)[name], np.float64)
     error = np.abs(np.asarray(g, np.float64) - exact)
-    # Roundings are those of the batch's gradient, of four microbatches'
-    # gradients and, with dtype bfloat16, of three sums.
+    # BF16 rounds the batch's gradient, four microbatches' gradients and, with
+    # dtype bfloat16, three sums.
     ulps = 2.0**-8 * (1 + 4 + (3 if dtype == "bfloat16" else 0))
     assert np.max(error) <= ulps * np.max(np.abs(exact))
 
@@ -194,7 +194,7 @@ def test_stored_weights_learn_as_f32_weights_do(kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_mesh_trains_as_one_device(kind):
+def test_losses_on_a_mesh_are_near_those_on_one_device(kind):
   alone, together = trained(kind, "coat"), trained(kind, "coat", MESH)
   # As in test_mesh, the summation order differs, here before values are rounded
   # to FP8 and bf16.

@@ -17,7 +17,7 @@ NONE: Any = dict(bos_token_id=..., eos_token_id=...)
     # The post-processor adds the first token, as in Llama and Gemma.
     (7, {}, (7,), 1),
     (7, {"bos_token": "t7"}, (7,), 7),
-    # Nothing adds a first token, as in Qwen. The prefix is from config.json.
+    # Nothing adds a first token, as in Qwen. The prefix comes from config.json.
     (None, {"bos_token": None, "eos_token": "t9"}, (), 1),
     # tokenizer_config.json overrides the post-processor.
     (None, {"add_bos_token": True, "bos_token": {"content": "t7"}}, (7,), 7),
@@ -26,7 +26,7 @@ NONE: Any = dict(bos_token_id=..., eos_token_id=...)
     (None, {"add_bos_token": True, "bos_token": "no token"}, (1,), 1),
   ],
 )
-def test_first_tokens_and_prefix_of_a_text(
+def test_files_determine_first_tokens_and_prefix(
   tmp_path, begin, config, first, prefix
 ):
   text = FolderText(with_tokenizer(tmp_path / "x", begin=begin, config=config))
@@ -57,7 +57,7 @@ def test_texts_end_at_any_end_token_that_the_files_name(tmp_path):
   assert FolderText(folder).stop_tokens == (2, 5, 9)
   write_json(generation, eos_token_id=7)
   assert FolderText(folder).stop_tokens == (2, 7)
-  # If they name none, the tokenizer's token is used.
+  # If neither file names one, the tokenizer's end token is used.
   config = {"chat_template": "", "eos_token": "t4"}
   folder = with_tokenizer(tmp_path / "y", config=config, **NONE)
   assert FolderText(folder).stop_tokens == (4,)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training and evaluation share no token, even if windows fill both parts."""
+"""Training and evaluation share no token, even if windows fill their parts."""
 
 import itertools
 
@@ -19,7 +19,7 @@ def source(size, held_out):
   )
 
 
-# `start` is the first held-out token. 16 divides 320, but not 321 and 319.
+# `start` is the first held-out token. 16 divides 320, but not 321 or 319.
 @pytest.mark.parametrize(
   "size, held_out, start, windows",
   [
@@ -36,7 +36,8 @@ def test_training_reads_no_held_out_token(size, held_out, start, windows):
   assert tokens.train_size(SEQ_LEN) == start
   batches = data.train_iterator(tokens, seq_len=SEQ_LEN, batch_size=1, seed=0)
   read = [next(batches)["tokens"][0] for _ in range(windows)]
-  # One epoch reads each window once. A window's last token begins the next one.
+  # One epoch reads each window once. The last token of a window is the first of
+  # the next.
   assert max(rows.max() for rows in read) == windows * SEQ_LEN < start
   assert sorted(rows[0] for rows in read) == [
     SEQ_LEN * i for i in range(windows)

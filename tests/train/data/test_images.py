@@ -79,7 +79,7 @@ def test_siglip_resizes_both_sides(tmp_path):
   image = Image.fromarray(pixels(31, 50))
   image.save(tmp_path / "a.png")
   resized = np.asarray(image.resize((20, 24), Image.Resampling.BILINEAR))
-  # transformers 5 nests the settings in a file of another name.
+  # transformers 5 nests the settings in a file with another name.
   nested = {"image_processor": SIGLIP, "processor_class": "LlavaProcessor"}
   preprocessing = load(tmp_path, nested, "processor_config.json")
   found = preprocessing.read(tmp_path / "a.png")
@@ -106,7 +106,7 @@ def test_grey_and_cmyk_images_become_rgb(tmp_path):
 
 
 def header(width, height):
-  """Makes a PNG whose header claims this size and which has no pixels."""
+  """Returns a PNG that has this size in its header, but no pixels."""
   body = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
   data = b"IDAT" + zlib.compress(b"")
   chunks = [
@@ -137,7 +137,7 @@ def test_bad_images_are_named_in_one_line(tmp_path):
   assert refused("fifo.png")[0] == "no image"
   reason, message = refused("dot.png", header(1, 1))
   assert reason == "tiny image" and "1 x 1" in message
-  # Too large once resized, or so large that Pillow would warn or refuse.
+  # Images too large once resized, or so large that Pillow would warn or refuse.
   reason, message = refused("line.png", header(10**6, 2))
   assert reason == "large image" and "resized" in message
   for side in (9500, 30_000):
@@ -198,7 +198,7 @@ def test_saved_settings_are_restored(size, crop, tmp_path):
   assert Preprocessing.load(tmp_path) == settings
 
 
-def test_short_settings_are_accepted_but_missing_ones_are_not(tmp_path):
+def test_plain_sizes_are_accepted_but_missing_settings_are_not(tmp_path):
   with pytest.raises(ValueError, match="got neither"):
     Preprocessing.load(tmp_path)
   short = CLIP | {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Image folders with one folder per class."""
+"""Image folders with one subfolder per class."""
 
 import shutil
 
@@ -23,7 +23,7 @@ def load(folder, **options):
 
 
 @pytest.mark.parametrize("held_out", ["test", "val"])
-def test_folders_decide_what_is_held_out(tmp_path, held_out):
+def test_images_in_a_test_or_val_folder_are_held_out(tmp_path, held_out):
   folder = write_folder(tmp_path, parts=("train", held_out))
   (folder / "train/cat/notes.txt").write_text("not an image")
   (folder / "train/.cache").mkdir()
@@ -71,7 +71,7 @@ def test_fingerprint_detects_changes_and_large_sets_stay_on_disk(
   assert load(folder).fingerprint != first.fingerprint
   (tmp_path / "b/train/cat/3.png").rename(tmp_path / "b/train/dog/8.png")
   assert load(tmp_path / "b").fingerprint != first.fingerprint
-  # Images of larger sets are not kept in memory but read on demand.
+  # Images of large sets are read on demand, not kept in memory.
   kept = load(folder)
   monkeypatch.setattr(labelled, "_IN_MEMORY", 1000)
   found = load(folder)

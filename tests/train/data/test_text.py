@@ -38,14 +38,14 @@ def test_ids_are_bytes_and_invalid_ids_are_replaced():
   text = ByteText()
   assert text.encode("é!") == [0xC3, 0xA9, 33]
   assert text.decode([0xC3, 0xA9, 33]) == "é!"
-  # Half of a character and an id that is not a byte are replaced.
+  # Half a character, and an id that is not a byte, are replaced.
   replaced = "A{0}B{0}C".format("\N{REPLACEMENT CHARACTER}")
   assert text.decode([65, 0xC3, 66, 300, 67]) == replaced
-  # Python represents bytes of the command line that are not UTF-8 like this.
+  # If a command line is not UTF-8, Python represents its bytes like this.
   assert text.encode("\udcff") == [0xFF]
 
 
-def test_tokenizer_adds_nothing_and_stops_at_the_end_of_a_text(folder):
+def test_tokenizer_adds_no_token_and_names_the_stop_tokens(folder):
   text = TokenizerText(str(folder / "tokenizer.json"))
   assert text.encode("the cat \udcff") == [0, 1, 4]
   assert text.decode([0, 1, 2]) == "the cat"

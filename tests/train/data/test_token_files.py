@@ -30,7 +30,7 @@ def test_files_are_read_with_and_without_header(tmp_path, dtype, has_header):
 
 
 @pytest.mark.parametrize("has_header", [False, True])
-def test_file_truncated_after_opening_raises_beyond_its_end(
+def test_reading_beyond_the_end_of_a_truncated_file_raises(
   tmp_path, has_header
 ):
   path = tmp_path / "ids.npy"

@@ -67,7 +67,7 @@ def test_pieces_do_not_cut_an_added_token_that_contains_a_line_end(monkeypatch):
 
 
 def test_kept_tokens_do_not_depend_on_splitting(monkeypatch):
-  # Llama 2's normalizer adds a token before each text, hence each piece.
+  # Llama 2's normalizer adds a token to each text, so to each piece too.
   file = str(CHAT / "llama2" / "tokenizer.json")
   text = "What is this?\n" * 40
   library = tokenizers.Tokenizer.from_file(file)

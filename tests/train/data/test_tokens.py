@@ -43,7 +43,7 @@ def test_reading_across_arrays_equals_a_slice_of_the_stream():
     )
 
 
-def test_fingerprint_depends_on_tokens_but_not_on_arrays():
+def test_fingerprint_depends_on_tokens_but_not_on_array_boundaries():
   assert numbered(1000).fingerprint == numbered(1000, cuts=[9]).fingerprint
   assert numbered(1000).fingerprint != numbered(1001).fingerprint
 
@@ -152,7 +152,7 @@ def test_ids_beyond_the_vocabulary_raise_with_id_and_file(tmp_path, text_file):
     load(tmp_path / "high.bin", 9, dtype="uint32")
 
 
-def test_wrong_ids_between_the_samples_raise_when_read(tmp_path):
+def test_wrong_ids_that_sampling_misses_raise_when_read(tmp_path):
   ids = np.ones(2**20, np.uint16)
   ids[5000:9000] = 300
   ids.tofile(tmp_path / "tokens.bin")

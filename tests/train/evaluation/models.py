@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small models of bytes, and their scores in float64, one row at a time."""
+"""Small byte-level models, and scores computed one row at a time."""
 
 import string
 from typing import Any
@@ -25,7 +25,8 @@ def random_model():
 def alphabet_model():
   """Makes a model that predicts the next letter, and a line end after z.
 
-  Other bytes repeat. Layers add nothing, so only the last token matters.
+  Other bytes predict themselves. Layers add nothing, so only the last token
+  matters.
   """
   model = random_model()
   graph, params, others = nnx.split(model, nnx.Param, ...)

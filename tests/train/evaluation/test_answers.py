@@ -250,7 +250,8 @@ def test_answer_ends_at_the_token_that_ends_turns_in_the_data(monkeypatch):
 
   monkeypatch.setattr(answers, "generate", generate)
   monkeypatch.setattr(answers, "_score", lambda *_: (1, 0.0))
-  turns = [("u", "vwxy#"), ("w", "xy#"), ("v", "wx")]  # The last has no #.
+  # The last answer does not end with #.
+  turns = [("u", "vwxy#"), ("w", "xy#"), ("v", "wx")]
   tokens = np.frombuffer("".join(q + a for q, a in turns).encode(), np.uint8)
   starts = np.cumsum([0, *(len(q + a) for q, a in turns)])
   mask = np.ones(len(tokens), bool)
@@ -264,7 +265,7 @@ def test_answer_ends_at_the_token_that_ends_turns_in_the_data(monkeypatch):
 
 
 @pytest.mark.slow
-def test_text_only_model_is_evaluated_too(tmp_path):
+def test_text_only_model_is_evaluated(tmp_path):
   folder = with_words(copied(tmp_path / "llama", "llama"))
   data, out = tmp_path / "rows.json", tmp_path / "out.json"
   data.write_text(json.dumps(rows("t9")[1:2]))

@@ -32,7 +32,7 @@ def test_each_json_line_is_a_document(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["wiki.test.tokens", "a.txt", "a.txt.gz", "a"])
-def test_any_other_file_is_one_document(tmp_path, name):
+def test_file_without_json_lines_is_one_document(tmp_path, name):
   text = " = Title = \n\n It ’s a text . \n"
   assert list(read_documents(written(tmp_path, name, text))) == [text]
 

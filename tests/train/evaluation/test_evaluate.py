@@ -55,7 +55,7 @@ def test_figures_of_texts_are_printed_and_written(
   printed = capsys.readouterr()
   model = load_hf(DATA / "llama", recipe=recipes.bf16(), dtype="float32")
   score = oracle(model)
-  # Each row follows the token that begins a text.
+  # The tokenizer puts token 1 before each row.
   nats = -sum(score([1], row, 256)[0].sum() for row in ROWS)
   found = json.loads(out.read_text())
   (text,) = found["texts"]
@@ -97,7 +97,7 @@ def test_figures_in_bfloat16_are_near_those_in_float32(folder, data, tmp_path):
     line = [folder, "--data", data, "--compute", compute, "--out", out]
     assert command(*line) == 0
     found[compute] = json.loads(out.read_text())["texts"][0]["nats_per_token"]
-  # They differ by at most the relative precision of BF16's 8 bits.
+  # The figures differ by at most the relative precision of BF16's 8 bits.
   assert found["bfloat16"] != found["float32"]
   assert math.isclose(*found.values(), rel_tol=2**-8)
 

@@ -55,7 +55,7 @@ def asked(kind, *arguments):
   return [Instance(kind, {}, args, i) for i, args in enumerate(arguments)]
 
 
-# Maps a request's texts to those that the model reads and scores.
+# Maps the texts of a request to the texts that the model reads and scores.
 LONG = "the quick brown fox jumps over the lazy dog and runs"
 PAIRS = {
   ("the fox", " jumps"): ("the fox", " jumps"),
@@ -129,13 +129,13 @@ def test_generation_ends_at_stop_strings_or_at_its_length():
     ({"max_gen_toks": LENGTH}, "max_gen_toks must be below 48, the number"),
   ],
 )
-def test_unsupported_generation_is_refused(model, options, message):
+def test_unsupported_generation_options_are_refused(model, options, message):
   lm = DecoderLM(model, ByteText(), length=LENGTH)
   with pytest.raises(ValueError, match=message):
     lm.generate_until(asked("generate_until", ("a", options)))
 
 
-def test_tasks_of_each_kind_run():
+def test_tasks_of_each_kind_give_the_expected_scores():
   model = alphabet_model()
   score = oracle(model)
   lm = DecoderLM(model, ByteText(), length=LENGTH, batch=3)

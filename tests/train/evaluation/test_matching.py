@@ -31,6 +31,6 @@ def test_answers_match_if_their_normalized_forms_do(answer, form):
   assert is_match(answer, form.upper())
 
 
-def test_short_references_have_one_to_five_words_besides_articles():
+def test_short_references_have_one_to_five_words_not_counting_articles():
   assert is_short("on the left side of it.") and is_short("Two.")
   assert not is_short("it is on the left side now") and not is_short("the.")

@@ -62,7 +62,7 @@ def test_page_escapes_all_texts_and_embeds_images(files):
   tags = {tag for tag, _ in read.elements}
   assert not tags & {"script", "link", "iframe", "object"}
   assert "default-src 'none'" in read.all("meta", "content")[1]
-  # All cells after the header, in reading order.
+  # The cells after the header, in reading order.
   assert read.cells[7:14] == [BAD, "2", "3", "0.5000", "1.6487", "2", "50.0%"]
   assert read.cells[14:26] == [
     *("question", "reference", BAD),

@@ -30,7 +30,7 @@ def score(model):
 
 
 def requests(score, *more):
-  """Makes requests of both padded lengths, and one that is too long."""
+  """Makes requests of both padded lengths, 64 and 96, and one too long."""
   rng = np.random.default_rng(0)
   counts = {9: 3, 120: 20, 65: 1} | dict(more)
   rows = {n: rng.integers(0, 256, n + 1).tolist() for n in counts}
@@ -41,7 +41,7 @@ def requests(score, *more):
   context = rows[9][:9]
   best = max(range(256), key=lambda i: score(context, [i], LENGTH)[0][0])
   found += [Request(context, [i]) for i in (best, (best + 1) % 256)]
-  # The last token is greedy, but the one before is not.
+  # The last token is greedy, but the token before it is not.
   return [*found, Request(context[:-1], [context[-1], best])]
 
 
@@ -83,7 +83,7 @@ def test_exp_of_nan_is_nan_and_overflow_gives_infinity():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 8])
-def test_scores_do_not_depend_on_the_batch(model, score, batch):
+def test_scores_do_not_depend_on_the_batch_size(model, score, batch):
   asked = requests(score, (64, 64), (63, 1), (96, 90))
   for size in (3, batch):
     found = Scorer(model, length=LENGTH, batch=size).score(asked)
@@ -93,7 +93,7 @@ def test_scores_do_not_depend_on_the_batch(model, score, batch):
 
 @pytest.mark.slow
 def test_logits_are_computed_in_chunks(model, score, monkeypatch):
-  """Uses 7 positions at a time, which do not divide the row's length."""
+  """Uses chunks of 7 positions; 7 does not divide the row's length."""
   monkeypatch.setattr(scoring, "loss_positions", lambda *_: 7)
   asked = requests(score)[:1]
   (found,) = Scorer(model, length=LENGTH, batch=2).score(asked)

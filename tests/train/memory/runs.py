@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of presets whose number of parameters is given."""
+"""Plans of presets, from given numbers of parameters."""
 
 import dataclasses
 
@@ -18,12 +18,12 @@ RECIPES = {
 
 
 class Case:
-  """Plans steps of a model; holds the sizes of the model and of its tokens.
+  """Plans steps of a model; holds the sizes of the model and of a batch.
 
   Attributes:
     u: bytes of the residual stream in BF16.
     a: number of values in gate (tokens * d_ff).
-    qkv, gate_up, head: number of weights.
+    qkv, gate_up, head: numbers of weights.
     layer: number of weights in the four matrices of a layer.
   """
 
@@ -43,7 +43,7 @@ class Case:
     self.layer = self.qkv + d * d + self.gate_up + experts * f * d
 
   def run(self, name, gpus=1, *, tensor=1, **options):
-    """Returns the configuration with its rows split over GPUs."""
+    """Returns a configuration; a GPU's microbatch has the case's batch size."""
     sizes = f"fsdp={gpus}" + (f",tensor={tensor}" if tensor > 1 else "")
     if options.get("optimizer_in_backward"):
       options["optim"] = dataclasses.replace(self.config.optim, clip="share")

@@ -97,9 +97,9 @@ def test_fp8_remat_saves_codes_and_recomputes_the_mlp():
 def test_fp8_remat_recomputes_experts(gpus):
   found = planned(gpus=gpus, model=EXPERTS, remat="fp8", **IN_BACKWARD)
   u, a, _ = sizes(4)
-  # Each token goes to two experts. Each expert has codes of gate and up. In
-  # BF16, it has their gradients, SwiGLU's product, the token, and the gradients
-  # of the product and of the token.
+  # Each token goes to two experts. For each of them, memory holds codes of gate
+  # and up and, in BF16, the gradients of gate and up, SwiGLU's product and its
+  # gradient, and the token and its gradient.
   copies = 2 * (2 * (a + a / 8) + 8 * a) + 2 * 2 * u
   # Other arrays are the layer's input, its gradient, the router's share of that
   # gradient, and codes of both blocks' inputs.
@@ -114,8 +114,8 @@ def test_gpus_sum_one_layers_gradients_at_a_time(grad, size):
   found = planned(1, gpus=4, grad_reduce=grad, **IN_BACKWARD)["backward"]
   u, a, _ = sizes(1)
   gate_up = LLAMA2_7B.gate_up
-  # Gradients of gate, up, q, k and v are not summed over GPUs yet. Of the
-  # gradients that already are, each GPU has a quarter.
+  # Gradients of gate, up, q, k and v are not summed over GPUs yet. Each GPU
+  # also has its quarter of all gradients except those of gate and up.
   sums = size * (gate_up + LLAMA2_7B.qkv + (LAYER - gate_up) / 4)
   assert abs(found.temporary - sums - 2 * a - 1.5 * u - 2 * HEAD) <= 1
 

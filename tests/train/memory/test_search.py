@@ -44,7 +44,7 @@ def test_documented_search_fits_13b_on_one_gpu_of_80_gb(capsys):
   assert (run.optim.clip, run.seq, run.mesh) == ("share", 2048, "")
   peak = fullest(plan_run(run))[1].total
   assert peak <= 80e9 and f"a peak of {peak / 1e9:.1f} GB" in out
-  # No plan with f32 weights or with all layers' gradients at once fits.
+  # Plans with f32 weights, or with all layers' gradients at once, do not fit.
   assert " after " not in out and "float32" not in out
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of a plan: what is counted, how it is sharded, what fits.
 
-tests/aot/test_plan.py compares the sum with the compiler's.
+tests/aot/test_plan.py compares the total with the compiler's.
 """
 
 import dataclasses
@@ -83,7 +83,7 @@ def test_cached_codes_are_split_like_weights(gpus, accumulate):
 def test_checkpoints_save_less_and_recompute_a_layer():
   none, full = (SMALL.plan("minimal", remat=x) for x in ("none", "full"))
   assert full["loss"].activations == 4 * 2 * 512 * 2 * 256
-  # The recomputed arrays of one layer are added.
+  # Recomputation adds the arrays of one layer.
   assert full["backward"].temporary > none["backward"].temporary
   # remat="dots" saves x, q, k, v, the attention's output, gate and up.
   dots = saved_bytes(SMALL.model, recipes.bf16(), remat="dots")
@@ -110,12 +110,12 @@ def test_fp8_checkpoints_save_codes_of_inputs(is_layer_norm, group_size):
 
 
 @pytest.mark.parametrize(
-  "remat, units", [("full", 1), ("fp8_layer", 0.57), ("fp8", 1.14)]
+  "remat, ratio", [("full", 1), ("fp8_layer", 0.57), ("fp8", 1.14)]
 )
-def test_size_of_checkpoints_relative_to_the_residual_stream(remat, units):
+def test_checkpoint_has_the_given_ratio_to_the_residual_stream(remat, ratio):
   model = PRESETS["llama2_7b"]().model
   kept = saved_bytes(model, recipes.coat(), remat=remat)
-  assert 0.98 * units <= kept / (2 * 4096) <= units
+  assert 0.98 * ratio <= kept / (2 * 4096) <= ratio
 
 
 def test_loss_allocates_logits_of_one_chunk():

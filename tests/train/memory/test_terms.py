@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Terms of plans equal sums of arrays, and plans are near XLA's peaks.
 
-The sums are written out here again, array by array. The peaks belong to steps
-compiled for H200s (docs/rows/plan.jsonl; `make test-aot` compiles a few anew).
+The tests write out the sums again, array by array. The peaks belong to steps
+compiled for H200s. docs/rows/plan.jsonl has those without experts and without
+recomputation; `make test-aot` compiles a few of the steps again.
 """
 
 import pytest
@@ -47,7 +48,7 @@ def on_four(case, name):
   """Sums the layer's arrays at the peak on one of four GPUs."""
   a, u = case.a, case.u
   # The four weights have f32 gradients. Gate and up weights have codes of all
-  # rows, and codes of this GPU's quarter again.
+  # rows, and further codes of this GPU's quarter.
   weights = 4 * case.layer + 1.25 * case.gate_up
   return {
     # The peak is in attention, with q, k and v weights gathered in BF16.
@@ -58,7 +59,7 @@ def on_four(case, name):
   }[name]
 
 
-# `arrays` is the largest sum, and `compiled` the peak that XLA reported.
+# `arrays` returns the largest sum; `compiled` is the peak that XLA reported.
 @pytest.mark.parametrize(
   "case, gpus, name, arrays, compiled",
   [

@@ -18,7 +18,7 @@ from train.memory.count import saved_bytes
 from train.memory.step import fullest
 
 ROWS = Path(__file__).parents[3] / "docs" / "rows" / "vision_plan.jsonl"
-# Weights in one table for the 64 tokens that LLaVA adds to Llama 2's.
+# In each of two tables, weights of the 64 tokens that LLaVA adds to Llama 2's.
 WORDS = 64 * 4096
 COUNTS = {
   "decoder": LLAMA2_7B.parameters + 2 * WORDS,
@@ -54,12 +54,12 @@ def test_step_of_7b_equals_its_arrays_and_is_near_the_compiled_peak(trained):
   weights = 2 * sum(COUNTS.values())
   tokens, seen = 4 * 2048, 8 * 577
   saved = 32 * saved_bytes(DECODER.model, recipes.coat()) * tokens
-  # The projector saves features, GELU's input in BF16 and f32, and its output.
+  # The projector saves features, GELU's input (BF16 and f32) and GELU's output.
   images = 8 * 576 * (2 * 1024 + 8 * 4096)
   if trained == "all":
     # A layer of the tower saves codes of both norms' inputs, with a scale per
-    # 16 values, mean and root; codes of GELU's input; q, k, v and the output;
-    # and log sums.
+    # 16 values, and their means and roots in f32; codes of GELU's input; q, k,
+    # v and attention's output; and the logarithms of softmax's sums.
     layer = 2 * (1024 + 128 + 8) + 4096 + 512 + 2 * 4 * 1024 + 4 * 16
     images += 23 * layer * seen
   layers, head = 2 * 32 * (4 * 4096 + 3 * 11008) * 4096, 2 * 4096 * 32064

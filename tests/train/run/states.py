@@ -16,7 +16,7 @@ from train.run.checkpoint import Checkpoints
 
 
 def config(codec="coat"):
-  """Configures a model that the tests' meshes split only between groups."""
+  """Configures a model whose groups of moments no mesh of the tests splits."""
   model = dict(num_layers=2, d_model=64, d_ff=128, num_heads=2, num_kv_heads=2)
   return dataclasses.replace(
     demo(),

@@ -49,7 +49,7 @@ def test_damage_of_any_file_selects_the_previous_checkpoint(
         (folder / name).write_bytes(damaged)
       found, damages_found = checkpoint.newest_whole_step(copied)
       assert found == 3, name
-      # If checksums.json is damaged, the report may name a file that it lists.
+      # If checksums.json is damaged, the report may name a file listed there.
       assert len(damages_found) == 1 and str(folder) in damages_found[0]
       assert name in damages_found[0] or name == checksums.NAME
     (folder / name).write_bytes(data)

@@ -22,7 +22,7 @@ RESULTS = {
 
 @pytest.fixture
 def runs(tmp_path, monkeypatch):
-  """Writes a run and two twins of 60 steps; the first ten have a loss of 9."""
+  """Writes a run and two twins of 60 steps; steps 1 to 10 have a loss of 9."""
   monkeypatch.setattr(plot, "draw", lambda runs, out: None)
   config = dataclasses.replace(
     demo(), model=dataclasses.replace(demo().model, **MODEL), compare="bf16"
@@ -68,7 +68,7 @@ def test_table_has_difference_to_the_first_twin_and_spread_of_twins(
     *("+0.2000", "0.1000"),
   ]
   assert rows["tokens/s"] == ["100", "300", "500", "-200", "200"]
-  # e^2, e^1.5 and e^1.75.
+  # The perplexities are e^2, e^1.5 and e^1.75.
   assert rows["held-out perplexity"] == [
     *("7.389", "4.482", "5.755"),
     *("+2.907", "1.273"),

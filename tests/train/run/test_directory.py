@@ -110,7 +110,7 @@ def test_files_that_the_user_added_to_a_run_stay(run):
   assert set(contents(run.path)) == mine | {"notes.txt"}
 
 
-def test_run_is_still_a_run_if_its_removal_was_killed(run, monkeypatch):
+def test_run_is_still_recognized_if_its_removal_was_killed(run, monkeypatch):
   def killed(*_):
     raise KeyboardInterrupt
 
@@ -208,7 +208,7 @@ def saved(run):
     *(b'{"format": "coat_jax rum 1"}', b"[" * 300_000),
   ],
 )
-def test_run_with_a_damaged_description_is_a_run(saved, damage):
+def test_run_with_a_damaged_description_is_recognized(saved, damage):
   saved.config.unlink()
   if damage is not None:
     saved.config.write_bytes(damage)
@@ -278,7 +278,7 @@ def test_claim_checks_again_once_it_has_the_lock(monkeypatch, tmp_path):
   assert run.is_run()
 
 
-def test_claim_without_locks_in_the_file_system_warns(
+def test_claim_warns_if_the_file_system_has_no_locks(
   monkeypatch, tmp_path, capsys
 ):
   def flock(file, operation):

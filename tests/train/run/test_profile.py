@@ -11,7 +11,7 @@ from train.run.profile import Profiler
 
 @pytest.fixture
 def calls(monkeypatch):
-  """Records the calls of jax.profiler."""
+  """Records calls to jax.profiler."""
   found = []
   profiler = jax.profiler
   monkeypatch.setattr(profiler, "start_trace", lambda p: found.append("start"))

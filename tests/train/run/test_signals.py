@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[3]
 PROGRAM = """
 import signal, sys, time
 from train.run.signals import Signals
-signal.signal(signal.SIGUSR1, lambda *_: None)  # As another library may do.
+signal.signal(signal.SIGUSR1, lambda *_: None)  # Another library may do this.
 with Signals() as signals:
   signals.is_deferred = "deferred" in sys.argv
   print("ready", flush=True)
@@ -65,7 +65,7 @@ def test_deferred_signal_lets_the_program_finish(number, status):
   assert "saving after this step" in errors
 
 
-def test_signal_that_another_library_handles_is_left_to_it():
+def test_signal_that_another_library_handles_is_not_caught():
   process = start("deferred")
   process.send_signal(signal.SIGUSR1)
   with pytest.raises(subprocess.TimeoutExpired):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The speed of a run and its time left, from a fake clock."""
+"""The speed of a run and its time left."""
 
 import json
 
@@ -18,7 +18,7 @@ def test_speed_is_the_median_of_steps(tmp_path):
   )
 
 
-def test_time_left_follows_the_steps_since_the_run_was_resumed(
+def test_time_left_is_estimated_from_the_steps_since_resuming(
   capsys, monkeypatch
 ):
   now = 1000.0

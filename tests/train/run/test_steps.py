@@ -62,7 +62,7 @@ def test_nothing_is_read_after_a_step_that_is_not_finite(in_flight, tmp_path):
   assert [row["step"] for row in logged(tmp_path)] == [1, 2]
 
 
-def test_time_of_a_step_begins_when_the_previous_step_ends(
+def test_step_is_timed_from_its_start_or_the_end_of_the_previous_step(
   in_flight, tmp_path, monkeypatch
 ):
   # Steps start at 0, 1 and 15 s, and end at 4, 10 and 17 s.

@@ -17,7 +17,7 @@ from train.presets import demo
 from train.run import trackers
 from train.run.metrics import MetricsLog, read_metrics
 
-# The options that compile fastest; they do not change what is written.
+# These options compile fastest and do not change what is written.
 CHEAP = dict(recipe="bf16", optim__codec="float32")
 
 
