@@ -46,8 +46,9 @@ def start(*arguments):
 @pytest.mark.parametrize(
   "number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
 )
-def test_signal_that_is_not_deferred_ends_the_process(number, status):
-  process = start()
+@pytest.mark.parametrize("words", [(), ("busy",)])
+def test_signal_that_is_not_deferred_ends_the_process(words, number, status):
+  process = start(*words)
   process.send_signal(number)
   _, errors = process.communicate(timeout=30)
   assert process.returncode == status
