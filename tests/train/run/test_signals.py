@@ -13,15 +13,16 @@ from train.run.signals import Signals
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = """
-import signal, sys, time
+import hashlib, signal, sys, time
 from train.run.signals import Signals
 signal.signal(signal.SIGUSR1, lambda *_: None)  # Another library may do this.
 with Signals() as signals:
   signals.is_deferred = "deferred" in sys.argv
   print("ready", flush=True)
-  # One call of C code, like a compilation: Python's handlers do not run.
+  # One long call of C code without the GIL, like a compilation. Python runs no
+  # signal handlers meanwhile.
   if "busy" in sys.argv:
-    sum(range(10**11))
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
   while signals.received is None:
     time.sleep(0.01)
   print("received", flush=True)
