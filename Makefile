@@ -67,7 +67,7 @@ define check_gpu
 @$(PY) -c 'import jax; exit(jax.default_backend() != "gpu")' || { \
   echo 'nvidia-smi works, but JAX finds no GPU: CUDA 13 needs a driver of' \
     'version 580 or newer. `make train GPU=` trains on the CPU.' >&2; exit 1; }
-@echo 'NVIDIA GPU: training $(PRESET) there (`make train GPU=` for the CPU)'
+@echo 'NVIDIA GPU: training $(PRESET) on it (`make train GPU=` trains on the CPU)'
 endef
 
 # Starts again each time and replaces the previous demo run. With --out, no run is

@@ -13,7 +13,8 @@ import pytest
 
 from tests.docs.pages import ROOT
 
-# A fake Python: `-m venv` installs it in .venv; all other calls are recorded.
+# A fake Python: `-m venv` installs it in .venv. It answers calls with `-c`, and
+# records all others.
 PYTHON = """#!/bin/sh
 case "$*" in
   "-c print("*) echo ok ;;
@@ -68,7 +69,7 @@ def make(tmp_path):
 
 
 def installed(call):
-  """Returns the extras that a call of pip installs."""
+  """Returns the extras that a pip call installs."""
   assert "-m pip install" in call
   return set(call[call.index("[") + 1 : call.index("]")].split(","))
 
@@ -80,7 +81,7 @@ def test_with_a_gpu_make_train_installs_cuda_and_trains_on_it(make):
   assert train == "-m train.pretrain demo_gpu --compare bf16 --overwrite"
   lines = [x for x in done.stdout.splitlines() if x.startswith("NVIDIA GPU")]
   assert lines == [
-    "NVIDIA GPU: training demo_gpu there (`make train GPU=` for the CPU)"
+    "NVIDIA GPU: training demo_gpu on it (`make train GPU=` trains on the CPU)"
   ]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests the script of `make test-versions`, with a fake Python."""
+"""Tests the script that `make test-versions` runs, with a fake Python."""
 
 import shutil
 import subprocess
@@ -74,7 +74,7 @@ def test_each_environment_is_installed_and_tested(versions):
 
 
 @pytest.mark.parametrize("step", ["pip", "pytest"])
-def test_versions_after_a_failure_are_tested(versions, step):
+def test_a_failure_does_not_stop_later_versions(versions, step):
   status, errors, calls = versions(fails=f"oldest/bin/python -m {step}")
   assert (status, errors) == (1, "failed: oldest\n")
   assert sum("-m pytest" in call for call in calls) == 3 + (step == "pytest")
@@ -85,7 +85,7 @@ def test_failure_with_remat3_is_named(versions):
   assert (status, errors) == (1, "failed: newest-remat3\n")
 
 
-def test_oldest_versions_are_those_that_the_package_accepts(versions):
+def test_oldest_environment_pins_the_minimum_versions(versions):
   project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
   install = next(call for call in versions()[2] if "pip install" in call)
   for text in project["dependencies"]:

@@ -36,9 +36,9 @@ def make_param(
 ) -> nnx.Param:
   """Makes a parameter, sharded on the current mesh according to its metadata.
 
-  `init` is called with the shape `drawn`, by default `shape`. Without `init`,
-  `default` makes the array without a key. As in flax, an initializer's metadata
-  overrides `metadata`.
+  `init` is called with the shape `drawn`, by default `shape`. If `init` is None,
+  `default` makes the array, and needs no PRNG key. As in flax, an initializer's
+  metadata overrides `metadata`.
   """
   op, remedy = "parameters", "pass one, as in dict(out_sharding=...)"
   check_kind(op, "metadata", metadata, Mapping, remedy)
@@ -53,7 +53,7 @@ def make_param(
   if len(names) > len(shape):
     raise ValueError(
       "metadata: out_sharding must have at most one entry for each axis, got "
-      f"{names} for a parameter {shape}; pass one name for each array axis"
+      f"{names} for a parameter of shape {shape}; leave out some"
     )
   array = value.raw_value.reshape(shape)
   return nnx.Param(dataclasses.replace(value, raw_value=array), **metadata)
@@ -62,7 +62,7 @@ def make_param(
 def stack_options(options: Mapping[str, Any]) -> dict[str, Any]:
   """Converts options for a kernel [D, F] to options for [D, 2, F].
 
-  A sharding of [D, F] does not split the new axis.
+  A sharding for [D, F] is kept, and the new axis is not split.
   """
   out = dict(options)
   for name, axis in (("kernel", 1), ("bias", 0)):

@@ -98,7 +98,7 @@ def why_not_fp8(*dtypes: DTypeLike) -> str | None:
   if all(map(is_fp8, dtypes)):
     return None
   names = " and ".join(jnp.dtype(dtype).name for dtype in dtypes)
-  return f"the kernel multiplies FP8, got {names}"
+  return f"the kernel multiplies FP8 arrays, got {names}"
 
 
 def why_not_scaling(scaling: Scaling, *known: DTypeLike) -> str | None:
@@ -125,7 +125,7 @@ def why_not_columns(shape: tuple[int, ...], layout: Layout) -> str | None:
 def why_not_read(
   x, shape: tuple[int, ...], groups: Groups, output: Scaling
 ) -> str | None:
-  """Checks an input that a kernel quantizes in groups, and `output`.
+  """Checks `output`, and an input that the kernel quantizes in groups.
 
   `shape` is the shape of x, or of gate if x contains gate and up.
   """

@@ -79,7 +79,7 @@ def moved(compiled):
         yield opcode, (dtype, *sizes)
 
 
-# With so few tokens, XLA alone would gather tokens instead of some weights.
+# With so few tokens, XLA left to itself would gather tokens, not some weights.
 @pytest.mark.parametrize(
   "fsdp, tensor, batch",
   [pytest.param(4, 1, 4, marks=pytest.mark.slow), (2, 2, 8)],
@@ -88,7 +88,7 @@ def test_bf16_gathers_rows_of_weights_but_not_columns(fsdp, tensor, batch):
   mesh = f"fsdp={fsdp},tensor={tensor}"
   found = list(moved(compiled_step(mesh, batch, is_twin=True)))
   gathered = [array for opcode, array in found if opcode == "all-gather"]
-  # All rows of a device's columns are gathered, once in each pass.
+  # In each pass, a device gathers all rows of a weight's columns that it owns.
   gate_up = ("bf16", *sorted((D, 2, F // tensor)))
   assert gathered.count(gate_up) == 2
   if tensor > 1:
@@ -103,7 +103,7 @@ def test_coat_gathers_codes_and_runs_its_kernels(fsdp, tensor, batch):
   compiled = compiled_step(mesh, batch, is_twin=False)
   found = list(moved(compiled))
   gathered = [array for opcode, array in found if opcode == "all-gather"]
-  # In each pass, all rows of a device's columns are gathered as codes. In the
+  # In each pass, a device gathers codes of all rows of its own columns. In the
   # forward pass, the parts from each device are stacked along axis 0.
   assert ("f8e4m3fn", *sorted((D, 2 * F // tensor))) in gathered
   parts = fsdp, 2 * F // tensor, D // fsdp
@@ -114,9 +114,10 @@ def test_coat_gathers_codes_and_runs_its_kernels(fsdp, tensor, batch):
   assert not [array for array in others if of_layers & set(array[1:])]
   assert not [array for opcode, array in found if opcode == "all-to-all"]
   assert "join_columns" in compiled.as_text()
-  # The scan has a body for each pass. Each of four weights has three matmuls.
+  # The scan has a body for each pass. Each of the four weights has three
+  # matmuls.
   assert len(fp8_matmul_calls(compiled)) >= 4 * 3
-  # The optimizer's kernel runs once for each of six matrices.
+  # The optimizer's kernel runs once for each of the six matrices.
   mosaic = [x.text for x in instructions(compiled) if "mosaic_gpu" in x.text]
   assert sum("jit(_step)" in text for text in mosaic) == 6
   # The other kernels belong to the layers.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes some wrong calls of `tests.attacks.calls`, and tests its checks."""
+"""Makes some of the bad calls, and tests the checks that find faults."""
 
 import pytest
 
@@ -15,7 +15,7 @@ def test_wrong_calls_are_refused_and_change_nothing(tmp_path):
   assert wrong == {}
 
 
-def test_every_program_has_wrong_calls():
+def test_bad_calls_cover_every_program():
   programs = {program for program, _, _ in bad_calls()}
   assert programs == {
     *(f"train.{name}" for name in ("pretrain", "plan", "plot", "convert")),
@@ -41,7 +41,7 @@ def test_each_fault_of_a_call_is_named(status, output, changed, faults):
   assert Outcome(status, output, 1.0, changed).faults == faults
 
 
-def test_accepted_failing_and_hanging_calls_are_found(monkeypatch):
+def test_calls_that_are_accepted_or_fail_or_hang_are_detected(monkeypatch):
   import train.plot
 
   def hang(_):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the how-to pages of Gemma and nanodo, in all variants they describe."""
+"""Runs the how-to pages for Gemma and nanodo, in all variants they describe."""
 
 import contextlib
 
@@ -22,7 +22,7 @@ def assert_learns_like(losses, expected, *, rtol: float):
 
 
 @pytest.mark.usefixtures("as_a_reader")
-def test_gemma_trains_with_the_optimizer_alone_and_on_one_device():
+def test_gemma_trains_with_only_the_optimizer_or_with_fp8_layers():
   names = run_page("docs/howto/gemma.md")
   howto.check_gemma(names)
   make, train, mesh = names["make"], names["train"], names["mesh"]
@@ -37,7 +37,7 @@ def test_gemma_trains_with_the_optimizer_alone_and_on_one_device():
 
 
 @pytest.mark.usefixtures("as_a_reader")
-def test_nanodo_trains_with_the_optimizer_alone_and_on_two_axes():
+def test_nanodo_trains_with_only_the_optimizer_or_with_fp8_layers():
   names = run_page("docs/howto/nanodo.md")
   howto.check_nanodo(names)
   config = names["DoConfig"]()

@@ -12,8 +12,8 @@ from train.presets import demo
 
 STEPS = 5
 MESHES = ("fsdp=8", "data=2,fsdp=2,tensor=2")
-# On the second mesh, each device has 64 of the 128 columns of q, k and v: one
-# whole group.
+# On the second mesh, each device has 64 of the 128 columns of [q, k, v], which
+# are one whole group.
 SMALL = dataclasses.replace(
   demo(),
   model=dataclasses.replace(
@@ -34,8 +34,7 @@ TOKENS = np.random.default_rng(0).integers(0, 256, (8, 33), np.int32)
 class Trained:
   """Trains for a few steps, all on the same batch.
 
-  The batch is an array of tokens or a dict of keyword arguments for
-  `Batch.make`.
+  `rows` is an array of tokens or a dict of keyword arguments for `Batch.make`.
   """
 
   def __init__(self, config, rows=TOKENS):
@@ -76,7 +75,7 @@ def on(config, mesh, **options):
 
 
 def gpt2(config):
-  """Makes the model a GPT-2 of the same size, but with untied embeddings."""
+  """Returns the config of a GPT-2 of the same size, with untied embeddings."""
   model = dataclasses.replace(
     config.model, family="gpt2", max_positions=config.seq
   )

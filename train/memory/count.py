@@ -46,9 +46,9 @@ def saved_bytes(
   """Counts the bytes per token and layer that XLA keeps for the backward pass.
 
   The result is for one of `tensor` GPUs along the mesh's tensor axis. With the
-  `bf16` recipe, each of these GPUs stores the whole residual stream. With other
-  recipes, and with remat fp8_layer, each stores only its part. Scalars do not
-  count, nor do positions, which all layers share.
+  `bf16` recipe and without remat fp8_layer, each of these GPUs stores the whole
+  residual stream; otherwise, each stores only its part. Scalars are not
+  counted, nor are positions, which all layers share.
   """
   arrays = [
     (aval, kind)

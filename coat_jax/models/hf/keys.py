@@ -73,7 +73,7 @@ def check_known(file: Path, found: dict, known: Iterable[str]) -> None:
     meant = f"did you mean {near[0]}? " if near else ""
     raise ValueError(
       f"load_hf: {file}: {key} is not supported, got {str(value)[:40]}; {meant}"
-      "if it does not change what the model computes, load a copy without it"
+      f"load a copy without {key} if it does not change what the model computes"
     )
 
 
@@ -152,7 +152,7 @@ class Renamed(Field):
       return super().read(file, key, found)
     value = found[self.new]
     if key in found and found[key] != value:
-      rule = f"equal to {key}, {found[key]}"
+      rule = f"equal to {key} ({found[key]})"
       raise wrong(file, self.new, rule, value, "correct the wrong one")
     return super().read(file, self.new, found)
 

@@ -72,7 +72,7 @@ class _Scaled(FittedCodec):
 
 
 class _Fit(NamedTuple):
-  """The parameters with which a group's values are encoded, 32 bits each."""
+  """The 32-bit parameters with which a group's values are encoded."""
 
   amax: Array  # The amax to store, not yet cast to its dtype in memory.
   range: Array  # The range to store, not yet cast either.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lion's step on one leaf with an encoded moment, in one pass over memory.
 
-With E4M3 codes, it reads and writes per value
+With E4M3 codes, the bytes that it reads and writes per value are, together,
 
   14.1 bytes for f32 parameters and gradients,
    8.1 bytes for bf16 parameters and gradients,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains with FSDP on explicit mesh axes; recipes have no axes."""
+"""Trains with FSDP on explicit mesh axes, with recipes that name no axes."""
 
 import jax
 import jax.numpy as jnp
@@ -70,7 +70,7 @@ def rows_over_fsdp(path, w):
       # so losses differ (docs/sharding.md).
       (two_mlps, recipes.coat, 5e-4),
       (decoder, recipes.coat, 5e-4),
-      # In f32, only the order of sums of up to 384 values differs.
+      # Layers are in f32, so only the order of summation differs.
       (decoder, recipes.bf16, 1e-4),
     ],
   ),
