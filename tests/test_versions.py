@@ -24,10 +24,7 @@ case "$call" in *"$FAILS"*) exit 1 ;; esac
 
 @pytest.fixture
 def versions(tmp_path):
-  """Returns a function that runs the script.
-
-  That function returns the exit status, the errors and the calls.
-  """
+  """Returns `run`, which runs the script and returns (status, errors, calls)."""
   python = tmp_path / "python"
   python.write_text(PYTHON)
   python.chmod(0o755)
@@ -85,7 +82,7 @@ def test_failure_with_remat3_is_named(versions):
   assert (status, errors) == (1, "failed: newest-remat3\n")
 
 
-def test_oldest_versions_are_those_that_the_package_accepts(versions):
+def test_oldest_environment_has_the_oldest_accepted_versions(versions):
   project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
   install = next(call for call in versions()[2] if "pip install" in call)
   for text in project["dependencies"]:

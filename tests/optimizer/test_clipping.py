@@ -16,7 +16,7 @@ MAX, RELATIVE, DECAY, WARMUP = 1.0, 1.05, 0.9, 4
 
 
 def gradients(step):
-  """Makes a plain leaf and a stack of two slices; step 6 has a spike."""
+  """Makes a plain gradient and a stack of two; step 6 has a spike."""
   rng = np.random.default_rng(step)
   a, b = rng.normal(size=(3,)), rng.normal(size=(2, 4))
   b[1] *= 50 if step == 6 else 1

@@ -28,7 +28,7 @@ COMPILED = ("coat_lion", "coat_muon", "novograd", "lion", "sm3")
 
 
 def cosine_step(name, steps):
-  """Returns an optimizer whose learning rate decays to zero, and its step."""
+  """Returns an optimizer whose rate decays to zero, and its step function."""
   case = CASES[name]
   rate = optax.cosine_decay_schedule(0.1, steps)
   if name == "sm3":
