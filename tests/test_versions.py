@@ -24,7 +24,7 @@ case "$call" in *"$FAILS"*) exit 1 ;; esac
 
 @pytest.fixture
 def versions(tmp_path):
-  """Returns `run`, which runs the script and returns (status, errors, calls)."""
+  """Returns a function that returns the script's status, errors and calls."""
   python = tmp_path / "python"
   python.write_text(PYTHON)
   python.chmod(0o755)

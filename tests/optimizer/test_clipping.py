@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares clipping by earlier norms with NumPy."""
+"""Compares clipping that depends on earlier norms with a NumPy version."""
 
 import inspect
 
@@ -187,7 +187,7 @@ def test_nan_gradient_gives_a_nan_norm_and_nan_gradients():
     (dict(relative=0.0), "relative must be above 0 and finite, got 0.0"),
   ],
 )
-def test_unknown_rules_and_limits_not_above_zero_are_refused(wrong, said):
+def test_unknown_rules_and_invalid_limits_are_refused(wrong, said):
   with pytest.raises(ValueError, match=f"Clipping: {said}"):
     # Call without beartype, which users do not have.
     inspect.unwrap(Clipping.__init__)(object.__new__(Clipping), **wrong)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs steps of some factories, and `stochastic_rounding` in chains."""
+"""Runs optimizers of some factories, and `stochastic_rounding` in chains."""
 
 import jax
 import jax.numpy as jnp

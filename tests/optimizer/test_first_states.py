@@ -109,7 +109,7 @@ def parameters():
 
 
 @every_variant
-def test_first_state_is_the_encoding_of_whole_leaves_of_zeros(variant):
+def test_first_state_matches_encoded_leaves_of_zeros(variant):
   codec = build(*VARIANTS[variant])
   solver = coat_adamw(1e-3, codec=codec, quantize_mask=everything)
   check_state(codec, jit(solver.init)(parameters()))
@@ -123,7 +123,7 @@ def test_codes_of_zeros_may_depend_on_the_position_in_a_group(name):
 
 
 @every_variant
-def test_encoded_fields_start_as_encodings_of_whole_leaves_of_zeros(variant):
+def test_encoded_fields_start_as_encoded_leaves_of_zeros(variant):
   codec = build(*VARIANTS[variant])
   solver = encoded(optax.adam(1e-3), codec, quantize_mask=everything)
   # Any random words round zeros to the same codes.
@@ -208,9 +208,9 @@ def test_first_state_is_sharded_like_the_parameters(name, kind, make):
   mesh, params = on_mesh(kind)
   with jax.set_mesh(mesh):
     states = [solver.init(params)]
-    if kind == EXPLICIT:  # Otherwise `jit` does not know the shardings.
+    if kind == EXPLICIT:  # On Auto axes, `jit` does not know shardings.
       states.append(jax.jit(solver.init)(params))
-  if make is coat_lion:  # It works without a set mesh, too.
+  if make is coat_lion:  # This also works without a set mesh.
     states.append(solver.init(params))
   for state in states:
     assert_same_bits(state, want)

@@ -150,7 +150,7 @@ def test_state_converts_to_optax_and_back():
   got = jax.tree.unflatten(jax.tree.structure(want), jax.tree.leaves(plain))
   for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
     assert x.dtype == y.dtype and x.shape == y.shape
-    np.testing.assert_allclose(x, y, rtol=2**-22)  # Two roundings.
+    np.testing.assert_allclose(x, y, rtol=2**-22)  # Two roundings may differ.
   # The next updates, which are about 0.02, match.
   updates = [
     solver.update(params, state, params)[0]
