@@ -13,8 +13,8 @@ import pytest
 
 from tests.docs.pages import ROOT
 
-# A fake Python: `-m venv` installs it in .venv, and `-c` answers the Makefile.
-# All other calls are recorded.
+# A fake Python: `-m venv` installs it in .venv, `-c` runs nothing, and all other
+# calls are recorded.
 PYTHON = """#!/bin/sh
 case "$*" in
   "-c print("*) echo ok ;;

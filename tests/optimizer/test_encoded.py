@@ -369,7 +369,7 @@ def test_sharded_step_matches_one_device_bit_for_bit(name):
 
 @pytest.mark.slow
 def test_examples_run():
-  # `coat_jax.optimizer.encoded` is the function, not the module.
+  # `from coat_jax.optimizer import encoded` would import the function.
   encoded_module = importlib.import_module("coat_jax.optimizer.encoded")
   for module in (encoded_module, fields, conversion):
     assert not doctest.testmod(module).failed

@@ -94,9 +94,9 @@ def test_each_moment_rounds_with_different_words(count):
   decoded = decode((codec,) * count, stored)
   assert len(decoded) == count
   for a, b in zip(decoded, x, strict=True):
-    # The codec expands a group's smallest magnitude to 2.3 subnormal steps, and
-    # rounds it by at most one step. It rounds nearly all other expanded values
-    # by at most 1 / 8. Decoding decreases these relative errors, because k > 1.
+    # The codec expands a group's smallest magnitude to 2.3 subnormal steps, so
+    # rounding has a relative error of at most 1 / 2.3. For nearly all others, it
+    # is at most 1 / 8. Decoding decreases these errors, because k is above 1.
     np.testing.assert_allclose(a, b, rtol=1 / 2.3)
     assert np.quantile(np.abs(a - b) / np.abs(b), 0.99) < 1 / 8
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs checks from optax's own tests on all of our factories.
 
-They are the checks of aliases, contributed optimizers and shardings. Each of
+They are optax's checks of aliases, contributed optimizers and shardings. Each of
 our optimizers must pass the checks that its optax counterpart passes.
 """
 
