@@ -57,7 +57,7 @@ def _pairs(rows: Rows) -> str:
   )
   kept = [digits(x["kept_error"]) for x in found]
   lines.append(
-    ["m and v in the column's format, leaving out v that became 0", *kept]
+    ["m and v in the column's format, without values whose v became 0", *kept]
   )
   return _markdown(["first \\ second", *names], lines)
 

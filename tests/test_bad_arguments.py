@@ -25,8 +25,8 @@ TABLES = Path(__file__).parent / "bad_arguments"
 # Calls in these tables are only traced, because compiling accepted calls would
 # be slow.
 TRACED = ("layers", "ops")
-# A message consists of the op, the rule, what it got, and a remedy, which the
-# tables leave out.
+# A message consists of the function's name, the rule, what was got, and a
+# remedy. The tables leave out the remedy.
 FORM = r"[\w.]+: .*\bgot\b.*[;:] .*"
 # Maps functions of `scope` to the public functions that they call.
 CALLED = {
@@ -67,7 +67,7 @@ NOT_CALLED = {
 
 
 class Row(NamedTuple):
-  """One call of a table."""
+  """A call in a table, and its expected outcome."""
 
   table: str
   call: str
@@ -129,7 +129,7 @@ def test_tables_contain_no_call_twice():
 
 
 def names_in(call: str) -> set[str]:
-  """Returns the last part of each name that a call uses."""
+  """Returns the names, without modules, of all functions that are called."""
   found = set()
   for node in ast.walk(ast.parse(call, mode="eval")):
     if isinstance(node, ast.Call):
@@ -138,7 +138,7 @@ def names_in(call: str) -> set[str]:
 
 
 def is_called(value: Any) -> bool:
-  """Returns whether a name is a function, or a class that checks arguments."""
+  """Returns whether `value` is a function or a class that checks arguments."""
   is_record = isinstance(value, type) and hasattr(value, "_fields")
   is_dtype = "dtype" in dir(value) and not isinstance(value, ops.Op)
   is_record |= hasattr(value, "__total__")  # A TypedDict of options.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares operations on a mesh with one device, and checks shardings."""
+"""Compares operations on a mesh and on one device, and checks shardings."""
 
 import functools
 
@@ -58,7 +58,7 @@ def test_results_are_sharded_as_declared():
 
   def check(x, w, fsdp):
     assert product_spec(x, w) == P("data", None, None, ("tensor",))
-    # An axis that already splits rows (FSDP by columns) cannot split columns.
+    # `data` already splits rows of the product, so it cannot split columns.
     assert product_spec(x, fsdp) == P("data", None, None)
     made = dict(
       codes=jnp.zeros((8, 16, 96)),

@@ -36,7 +36,7 @@ def make_param(
 ) -> nnx.Param:
   """Makes a parameter, sharded on the current mesh according to its metadata.
 
-  `init` is called with the shape `drawn`, by default `shape`. If `init` is None,
+  `init` is called with the shape `drawn` (default: `shape`). If `init` is None,
   `default` makes the array, and needs no PRNG key. As in flax, an initializer's
   metadata overrides `metadata`.
   """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares clipping by earlier norms with NumPy."""
+"""Compares clipping that depends on earlier norms with a NumPy version."""
 
 import inspect
 
@@ -16,7 +16,7 @@ MAX, RELATIVE, DECAY, WARMUP = 1.0, 1.05, 0.9, 4
 
 
 def gradients(step):
-  """Makes a plain leaf and a stack of two slices; step 6 has a spike."""
+  """Makes a plain gradient and a stack of two; step 6 has a spike."""
   rng = np.random.default_rng(step)
   a, b = rng.normal(size=(3,)), rng.normal(size=(2, 4))
   b[1] *= 50 if step == 6 else 1
@@ -187,7 +187,7 @@ def test_nan_gradient_gives_a_nan_norm_and_nan_gradients():
     (dict(relative=0.0), "relative must be above 0 and finite, got 0.0"),
   ],
 )
-def test_unknown_rules_and_limits_not_above_zero_are_refused(wrong, said):
+def test_unknown_rules_and_invalid_limits_are_refused(wrong, said):
   with pytest.raises(ValueError, match=f"Clipping: {said}"):
     # Call without beartype, which users do not have.
     inspect.unwrap(Clipping.__init__)(object.__new__(Clipping), **wrong)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs optax's tests of `adamw` on `coat_adamw`, with each codec.
 
-The cases come from optax's tests of aliases, contributed optimizers and
-shardings, and are not in `test_optax_coat`.
+They are optax's tests of aliases, contributed optimizers and shardings, except
+for those in `test_optax_coat`.
 """
 
 import functools
@@ -34,7 +34,7 @@ def test_arguments_are_those_of_optax():
   ours = inspect.signature(inspect.unwrap(coat_adamw)).parameters
   theirs = inspect.signature(optax.adamw).parameters
   # There is no mu_dtype, because the codec defines how moments are stored.
-  # Arguments that follow it in optax are keyword-only.
+  # Arguments that follow it in optax are keyword-only in `coat_adamw`.
   names = [name for name in theirs if name != "mu_dtype"]
   assert list(ours)[: len(names)] == names
   for name in names:
@@ -168,7 +168,7 @@ def test_complex_leaves_that_are_not_encoded_match_optax(nesterov):
     grads = {"complex": g, "w": jnp.ones((64, 64))}
     updates, state = update(grads, state, params)
     want, their_state = their_update(grads, their_state, params)
-    # As for real leaves, a different order of operations changes a few ulps.
+    # A different order of operations changes updates by a few ulps.
     np.testing.assert_allclose(
       updates["complex"], want["complex"], rtol=2e-6, atol=1e-8
     )

@@ -25,7 +25,7 @@ from tests.optimizer.adam_states import from_adam
 
 
 def problem():
-  """Returns parameters and a least-squares loss; scales of inputs differ."""
+  """Returns parameters and a least-squares loss on inputs of unequal scales."""
   keys = jax.random.split(jax.random.key(0), 3)
   x = jax.random.normal(keys[0], (256, 64)) * jnp.logspace(-1, 0.5, 64)[None]
   y = x @ jax.random.normal(keys[1], (64, 64))
@@ -69,12 +69,12 @@ def test_run_switches_to_adam_and_back(name):
   )
   error = state_report(state, reference=in_f32)["w"]
   # The gap between codes is at most 1/8 of a value, and smaller with k > 1.
-  # The error is below half a gap.
+  # The root mean square error of stochastic rounding is at most half a gap.
   assert 0 < error["mu"]["relative_error"] < 0.06
   assert 0 < error["nu"]["relative_error"] < 0.06
   params, state = train(ours, loss, params, state, 60)
   assert int(state[0].count) == 180
-  # The losses differ by at most a twentieth of what Adam reduced the loss by.
+  # The losses differ by less than a twentieth of Adam's reduction of the loss.
   assert abs(loss(params) - loss(want)) < 0.05 * (start - loss(want))
 
 
@@ -128,7 +128,8 @@ def test_conversion_and_back_keeps_codes_of_groups_with_the_same_statistics(
       for state in (once, twice)
     )
     same = (old[1] == new[1]) & (old[2] == new[2])
-    # In the other groups, the smallest value was rounded, so the grid changed.
+    # In the other groups, rounding changed the smallest value, and with it the
+    # values of all codes.
     assert 0.2 < same.mean() < 1
     values = np.repeat(same, 128, axis=-1)
     changed = old[0].view(np.uint8)[values] != new[0].view(np.uint8)[values]

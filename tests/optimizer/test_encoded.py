@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests `encoded`, which stores the state of any optax optimizer in a codec.
 
-With the f32 codec, results are compared with the optimizer itself. For Adam,
-they are compared with `scale_by_coat_adam`, which is implemented separately.
+With the f32 codec, results are compared with the optimizer itself. With other
+codecs, Adam's state is compared with that of `scale_by_coat_adam`, which is
+implemented separately.
 """
 
 import doctest
@@ -130,7 +131,7 @@ def test_encoded_adam_matches_scale_by_coat_adam():
     for field, theirs in ((got.inner.mu, want.mu), (got.inner.nu, want.nu)):
       for part in ("codes", "amax", "range"):
         a, b = getattr(field, part), getattr(theirs, part)
-        # The two formulas for Adam give f32 results a few ulps apart.
+        # The two implementations of Adam differ by a few ulps of f32.
         assert types(a) == types(b)
         assert_close(
           jax.tree.map(lambda x: x.astype("float32"), a),
@@ -154,16 +155,17 @@ def test_fields_of_a_partitioned_state_are_found():
   }
   size = state_bytes(state)
   assert size.parameters == sum(x.size for x in jax.tree.leaves(params))
-  # The state contains codes and five bytes per group; both moments of the
-  # norm's scale, in f32 and with two scalar statistics each; our count; and
-  # optax's counts and Muon's coefficients.
+  # The codes of w and e, and 5 bytes for each of their groups.
   codes = 80 + 5 * 8 * 3 + 128 + 5 * 16 * 2
+  # Optax's counts and Muon's coefficients.
   others = [
     x
     for x in jax.tree.leaves(jax.eval_shape(SOLVERS["muon"]().init, params))
     if x.shape not in ((8, 10), (16, 8), (6,))
   ]
   rest = sum(x.size * x.dtype.itemsize for x in others)
+  # Each moment of the norm's scale has 24 bytes, and two placeholders with 5
+  # bytes. Our count has 4.
   assert size.total == codes + 2 * (24 + 5) + 4 + rest
 
 
@@ -191,7 +193,7 @@ def test_rules_choose_fields():
   }
   every = chosen(fields=lambda path: default_field_rule(path) or "mu")
   assert every == chosen() | {"inner/z/codes": "int8"}
-  # A state that is a single array has an empty path.
+  # Parameters may be a single array, and a field's path may have no prefix.
   solver = encoded(optax.scale_by_adam(), fields=only("nu"))
   one: Any = jax.eval_shape(solver.init, jnp.ones((64, 64)))
   assert one.inner.nu.codes.dtype == jnp.float8_e4m3fn
@@ -242,7 +244,7 @@ def test_arguments_of_the_wrong_type_are_refused():
 
 
 @pytest.mark.slow
-def test_report_names_fields_and_measures_them():
+def test_report_names_fields_and_measures_errors():
   inner = optax.lion(1e-2)
   _, state = run(wrap(inner), tree())
   _, exact = run(inner, tree())
@@ -326,7 +328,7 @@ def test_types_of_updates_match_the_inner_optimizer(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["lion", "muon"])
 def test_sharded_step_matches_one_device_bit_for_bit(name):
-  # Each device holds whole groups of 128 of each row.
+  # Each device holds whole groups of 128 values.
   shapes = {"w": (8, 1024), "e": (64, 128)}
   specs = {"w": jax.P(None, "fsdp"), "e": jax.P("fsdp")}
   mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
@@ -367,7 +369,7 @@ def test_sharded_step_matches_one_device_bit_for_bit(name):
 
 @pytest.mark.slow
 def test_examples_run():
-  # The package has a function with the same name as this module.
+  # `from coat_jax.optimizer import encoded` would import the function.
   encoded_module = importlib.import_module("coat_jax.optimizer.encoded")
   for module in (encoded_module, fields, conversion):
     assert not doctest.testmod(module).failed

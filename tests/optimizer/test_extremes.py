@@ -99,7 +99,7 @@ def run(name, dtype, fused):
 
 
 CASES = [("coat", jnp.float32, True), ("log8", jnp.bfloat16, False)]
-# All pairs of a codec and a dtype, alternately with each of two optimizers.
+# All pairs of a codec and a dtype; the two optimizers alternate.
 CASES += [
   case
   for i, name in enumerate(CODECS)

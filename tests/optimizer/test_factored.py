@@ -130,8 +130,10 @@ def test_encoded_optimizer_is_reported_and_refuses_other_shapes():
 
 
 @pytest.mark.parametrize("group_size", [64, 96, 256])
-def test_other_groups_than_tiles_step_alike_on_a_gpu(monkeypatch, group_size):
-  # 288 values are 3 groups of 96, and also 3 tiles.
+def test_gpu_step_matches_cpu_step_if_groups_and_tiles_differ(
+  monkeypatch, group_size
+):
+  # 288 values are 3 groups of 96, and also 3 tiles of at most 128.
   shape = (256, 288 if group_size == 96 else 512)
   codec = codecs.coat(group_size, rounding="nearest", second="factored")
   rng = np.random.default_rng(0)
@@ -243,7 +245,7 @@ def test_step_in_backward_refuses_layers_that_share_a_factored_leaf():
     )
 
 
-def test_states_of_vmap_are_converted():
+def test_vmapped_states_are_converted():
   params = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(3, 16, 64)))}
   optimizer = coat_adamw(
     1e-2, codec=EXACT, quantize_mask=lambda path, leaf: True

@@ -100,7 +100,7 @@ def collectives(text):
 @pytest.mark.parametrize(
   "rows, is_split", [(50304, False), (11008, False), (1024, True)]
 )
-def test_powers_of_two_of_devices_exchange_at_most_means(rows, is_split):
+def test_devices_exchange_at_most_the_means_of_shared_tiles(rows, is_split):
   mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
   where = NamedSharding(mesh, P("x"))
   x = jax.ShapeDtypeStruct((rows, 256), "float32", sharding=where)
@@ -111,7 +111,7 @@ def test_powers_of_two_of_devices_exchange_at_most_means(rows, is_split):
   explained = optimizer.explain(params)["w"]
   assert ("xla everywhere" in explained) == is_split
   sizes = collectives(step.compile().as_text())
-  # Tiles of 1,024 rows have 256 rows, and devices have 128.
+  # If a leaf has 1,024 rows, tiles have 256 rows, but each device has 128.
   assert bool(sizes) == is_split and max(sizes, default=0) <= 4 * 256
 
 
@@ -142,8 +142,8 @@ def test_checkpoint_is_restored_on_another_mesh(tmp_path):
     assert a.sharding == b.sharding
 
 
-def test_rows_of_a_shard_are_those_of_the_whole_leaf():
-  # Each device has 256 of 1,024 rows, fewer than values along the next axis.
+def test_shard_has_the_row_axis_of_the_whole_leaf():
+  # Each device has 256 of 1,024 rows, but 260 values along the next axis.
   shape = (1024, 260, 16)
   mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
   where = NamedSharding(mesh, P("x"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs steps of some factories, and `stochastic_rounding` in chains."""
+"""Runs optimizers of some factories, and `stochastic_rounding` in chains."""
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ COMPILED = ("coat_lion", "coat_muon", "novograd", "lion", "sm3")
 
 
 def cosine_step(name, steps):
-  """Returns an optimizer whose learning rate decays to zero, and its step."""
+  """Returns an optimizer whose rate decays to zero, and its step function."""
   case = CASES[name]
   rate = optax.cosine_decay_schedule(0.1, steps)
   if name == "sm3":

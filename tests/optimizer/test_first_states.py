@@ -29,7 +29,7 @@ SHAPES = (4, 32), (2, 3, 7), (3, 40), (70,), (0, 24)
 
 @dataclasses.dataclass(frozen=True)
 class Positions:
-  """A codec that stores the position in a group and the group's length."""
+  """A codec that stores positions in groups, and lengths of groups."""
 
   group_size: int = 16
   needs_noise = True
@@ -71,7 +71,7 @@ def everything(path, leaf):
 
 
 def whole(group, zeros, draw=None):
-  """Encodes a whole leaf of zeros, with noise from `draw`, or of 0.5."""
+  """Encodes a whole leaf of zeros; without `draw`, the noise is 0.5."""
   if not group.needs_noise:
     return group.encode(zeros, None)
   noise = draw(zeros) if draw else jnp.full(zeros.shape, 0.5)
@@ -88,7 +88,7 @@ def check_state(codec, state, draw=None):
       for group in codec.groups
     ]
 
-  # Pass zeros as arguments, so that the compiler does not encode them.
+  # Pass zeros as arguments, so that XLA does not encode them while compiling.
   zeros = {name: jnp.zeros(x.shape) for name, x in parameters().items()}
   for moment, want in zip(moments_in(state), encode(zeros), strict=True):
     codes, amax, range_ = moment.codes, moment.amax, moment.range
@@ -109,7 +109,7 @@ def parameters():
 
 
 @every_variant
-def test_first_state_is_the_encoding_of_whole_leaves_of_zeros(variant):
+def test_first_state_matches_encoded_leaves_of_zeros(variant):
   codec = build(*VARIANTS[variant])
   solver = coat_adamw(1e-3, codec=codec, quantize_mask=everything)
   check_state(codec, jit(solver.init)(parameters()))
@@ -123,7 +123,7 @@ def test_codes_of_zeros_may_depend_on_the_position_in_a_group(name):
 
 
 @every_variant
-def test_encoded_fields_start_as_encodings_of_whole_leaves_of_zeros(variant):
+def test_encoded_fields_start_as_encoded_leaves_of_zeros(variant):
   codec = build(*VARIANTS[variant])
   solver = encoded(optax.adam(1e-3), codec, quantize_mask=everything)
   # Any random words round zeros to the same codes.
@@ -208,9 +208,9 @@ def test_first_state_is_sharded_like_the_parameters(name, kind, make):
   mesh, params = on_mesh(kind)
   with jax.set_mesh(mesh):
     states = [solver.init(params)]
-    if kind == EXPLICIT:  # Otherwise `jit` does not know the shardings.
+    if kind == EXPLICIT:  # On Auto axes, `jit` does not know shardings.
       states.append(jax.jit(solver.init)(params))
-  if make is coat_lion:  # It works without a set mesh, too.
+  if make is coat_lion:  # This also works without a set mesh.
     states.append(solver.init(params))
   for state in states:
     assert_same_bits(state, want)
@@ -254,7 +254,7 @@ def test_first_state_varies_over_devices_like_the_parameters(make):
   jax.eval_shape(run, params)
 
 
-def test_state_of_a_leaf_committed_to_a_device_is_there():
+def test_state_of_a_committed_leaf_is_on_its_device():
   device = jax.devices()[3]
   leaf = jax.device_put(jnp.ones((3, 40)), device)
   for x in jax.tree.leaves(encode_zeros(codecs.coat().mu, leaf)):

@@ -164,7 +164,7 @@ def test_explain_names_the_implementation_of_each_leaf():
   assert "encoded in groups" in said["norm"]
 
 
-def test_fused_optimizer_in_a_chain_says_which_one_to_use():
+def test_error_for_a_fused_optimizer_in_a_chain_names_a_remedy():
   params = {"w": jnp.ones((64, 128))}
   optimizer = fused_coat_adamw(1e-3)
   assert not hasattr(optimizer, "update")

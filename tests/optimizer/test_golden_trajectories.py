@@ -76,8 +76,8 @@ def test_coat_adamw_matches_the_reference(name):
     assert np.mean(error <= 1e-6) >= 0.9995
     # |p| < 0.125, so each step rounds p by up to half an ulp, 3.7e-9, in each
     # program. This adds up to 3.7e-8 in 5 steps. About ten roundings of the
-    # update, 1e-3, add 5 * 1e-3 * 10 * 2^-24 = 3e-9. The one code that differs
-    # does so only after the last step.
+    # update, 1e-3, add 5 * 1e-3 * 10 * 2^-24 = 3e-9. The code that differs is
+    # from the last step, so no p depends on it.
     assert error.max() <= 4.1e-8
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests how the functions of `step_in_backward` may read parameters."""
+"""Tests how functions passed to `step_in_backward` may read parameters."""
 
 import jax
 import jax.numpy as jnp

@@ -107,7 +107,7 @@ def test_arguments_and_dtypes_of_updates_match_optax():
   ours = inspect.signature(inspect.unwrap(coat_lion)).parameters
   theirs = inspect.signature(optax.lion).parameters
   # There is no mu_dtype, because the codec defines how the momentum is stored.
-  # Arguments that follow it in optax are keyword-only.
+  # Arguments that follow it in optax are keyword-only in `coat_lion`.
   names = [name for name in theirs if name != "mu_dtype"]
   assert list(ours)[: len(names)] == names
   for name in names:

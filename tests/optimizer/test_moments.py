@@ -94,9 +94,10 @@ def test_each_moment_rounds_with_different_words(count):
   decoded = decode((codec,) * count, stored)
   assert len(decoded) == count
   for a, b in zip(decoded, x, strict=True):
-    # The image of a group's smallest magnitude is 2.3 subnormal steps, so its
-    # relative error is at most 1 / 2.3. That of nearly all other images is at
-    # most 1 / 8. Relative errors of values are smaller, because k is above 1.
+    # The codec expands a group's smallest magnitude to 2.3 subnormal steps, so
+    # rounding has a relative error of at most 1 / 2.3. For nearly all others,
+    # the error is at most 1 / 8. Decoding decreases these errors, because k is
+    # above 1.
     np.testing.assert_allclose(a, b, rtol=1 / 2.3)
     assert np.quantile(np.abs(a - b) / np.abs(b), 0.99) < 1 / 8
 

@@ -151,8 +151,8 @@ def test_state_converts_to_optax_and_back():
   got = jax.tree.unflatten(jax.tree.structure(want), jax.tree.leaves(plain))
   for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
     assert x.dtype == y.dtype and x.shape == y.shape
-    np.testing.assert_allclose(x, y, rtol=2**-22)  # Two roundings.
-  # The next updates, which are about 0.02, are the same.
+    np.testing.assert_allclose(x, y, rtol=2**-22)  # Two roundings may differ.
+  # The next updates, which are about 0.02, match.
   updates = [
     solver.update(params, state, params)[0]
     for solver, state in ((ours, state), (theirs, got))
@@ -225,7 +225,7 @@ def leaf(*shape, dtype=jnp.float32):
   return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def test_hidden_matrices_exclude_tables_norms_and_biases():
+def test_hidden_matrices_exclude_tables_norms_and_convolutions():
   found = {
     "blocks/0/up": leaf(64, 128),
     "embedding": leaf(384, 64),

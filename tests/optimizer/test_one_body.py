@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests that leaves of the same shape share a compiled function on a CPU.
 
-Leaves share it only if none of them can be sharded. These tests run on 8
-devices, where leaves can be, so they make `shares_body` return True or False.
+Leaves share it only if none of them can be sharded. On the 8 devices of these
+tests, leaves can be sharded, so tests make `shares_body` return True or False.
 """
 
 import jax
@@ -27,7 +27,7 @@ def leaves(count, dtype=jnp.float32):
 
 
 def take_a_step(optimizer):
-  """Updates two leaves with a new jitted function, which has no old trace."""
+  """Updates two leaves with a new jitted function, so that JAX traces it."""
   params = leaves(2)
   state = optimizer.init(params)
   run = getattr(optimizer, "apply", None)

@@ -80,7 +80,7 @@ def test_optimizer_converges(name):
     np.testing.assert_allclose(params[key], want, atol=3e-2)
 
 
-# Transformations in which users wrap an optimizer.
+# Transformations that users wrap around an optimizer.
 WRAPPERS = {
   "none": lambda solver: solver,
   "chain": lambda solver: optax.chain(optax.clip_by_global_norm(1.0), solver),
@@ -99,8 +99,8 @@ WRAPPERS = {
 }
 
 
-# The last two select between states with cond or where, so test every layout
-# of a state with them.
+# The last two select between states with `cond` or `where`, so test them with
+# every layout of a state.
 CHOOSERS = ("none", "multi_steps", "apply_if_finite")
 
 
@@ -175,7 +175,7 @@ def test_inject_hyperparams_needs_no_static_args():
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("factory", [coat_adamw, coat_lion, coat_muon])
 def test_weight_decay_follows_its_schedule(factory, masked):
-  # Muon needs another name for its mask.
+  # Muon's argument for this mask has another name.
   name = "weight_decay_mask" if factory is coat_muon else "mask"
   mask = {name: {"w": True}} if masked else {}
   decay = optax.linear_schedule(0.4, 0.0, 4)
@@ -290,7 +290,7 @@ def test_nnx_optimizer_follows_adam(name, jit):
   optimizer, losses = train_nnx(solver, jit=jit)
   adam = adam_losses()
   assert losses[0] == pytest.approx(adam[0])
-  # Rounding changes the loss by less than a tenth of what Adam reduced it by.
+  # Rounding changes the loss by less than a tenth of Adam's reduction.
   assert losses[-1] == pytest.approx(adam[-1], abs=0.1 * (adam[0] - adam[-1]))
   state = nnx.to_pure_dict(nnx.state(optimizer.opt_state))[0]
   codes = state["mu"]["codes"]

@@ -148,8 +148,8 @@ def test_step_count_stops_at_its_largest_value():
     _, near = solver.update(grads, state)
     updates, after = solver.update(grads, near)
     assert near.count == after.count == last
-    # After so many steps, biases are not corrected. So after 3 updates, mu is
-    # 0.27 g, nu is 0.003 g^2, and mu / sqrt(nu) is near 5.
+    # At this count, bias correction changes nothing. So after 3 updates, mu is
+    # 0.27 * g, nu is 0.003 * g^2, and mu / sqrt(nu) is near 5.
     assert np.all(np.isfinite(updates)) and np.median(np.abs(updates)) > 1
 
 

@@ -2,7 +2,7 @@
 """Tests optax_coat.py on meshes of eight devices.
 
 Results match those on one device, types of the state do not change, and whole
-groups need no communication. optax tests types of a sharded state similarly.
+groups need no communication. Optax has similar tests of sharded states.
 """
 
 import functools

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the checks of optax's own tests on all of our factories.
+"""Runs checks from optax's own tests on all of our factories.
 
-Each of our optimizers must pass the checks that its optax counterpart passes.
-The checks are those of optax's tests of aliases, contributed optimizers and
-shardings.
+They are optax's checks of aliases, contributed optimizers and shardings. Each
+of our optimizers must pass the checks that its optax counterpart passes.
 """
 
 import functools

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares a step in passes, for GPUs, with an ordinary step bit for bit.
+"""Compares steps in several passes, for GPUs, with ordinary steps bit for bit.
 
 To run both on a CPU, tests replace the function that returns the platform.
 """
@@ -20,7 +20,7 @@ E4M3 = jnp.float8_e4m3fn
 
 
 def gradients(shape, dtype):
-  """Makes gradients over many octaves, with zeros and a group with NaN."""
+  """Makes gradients that span many octaves, with zeros and a group with NaN."""
   keys = jax.random.split(jax.random.key(1), 2)
   g = jax.random.normal(keys[0], shape)
   g = g * jnp.exp(4 * jax.random.normal(keys[1], shape))
@@ -39,7 +39,7 @@ def take_steps(monkeypatch, optimizer, platform, dtype, shape=(8, 384)):
   else:
     step = jax.jit(lambda g, s, p: optimizer.update(g, s, p))
   for factor in (1.0, -0.9):
-    # Gradients do not depend on parameters, so all runs get the same.
+    # Gradients do not depend on parameters, so they are equal in all runs.
     params, state = step(g * jnp.asarray(factor, dtype), state, params)
   return params, state
 
@@ -84,9 +84,9 @@ def test_steps_in_passes_match_ordinary_steps(monkeypatch, optimizer, dtype):
   assert calls
 
 
-def test_rows_without_whole_groups_do_not_use_passes(monkeypatch):
+def test_rows_with_a_short_group_do_not_use_passes(monkeypatch):
   def fail(*args):
-    raise AssertionError("a row of 200 values has no whole groups of 128")
+    raise AssertionError("a row of 200 values ends with a short group")
 
   monkeypatch.setattr(passes, "run", fail)
   take_steps(

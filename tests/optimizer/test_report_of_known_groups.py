@@ -11,8 +11,8 @@ from coat_jax.optimizer import state_report
 from tests.optimizer.adam_states import from_adam
 
 ROWS, GROUP = 64, 64
-# Ratio of the largest to the smallest value of a group. Images span 2 / 448 to
-# 448, a ratio of 448^2 / 2. So a group with the square root of it gets power 2.
+# Ratio of the largest to the smallest value of a group. The power k expands it
+# to 448^2 / 2, so k is 2 if the ratio is the square root of that.
 RATIO = np.sqrt(448**2 / 2)
 
 
@@ -31,7 +31,7 @@ def test_powers_of_groups_of_zeros_are_not_counted(zero_rows):
   codec = codecs.coat(GROUP)
   report = state_report(state(codec, zero_rows))["w"]
   for moment in ("mu", "nu"):
-    # Powers are multiples of a sixteenth.
+    # Powers are rounded down to multiples of a sixteenth.
     powers = report[moment]["power"]
     assert set(powers) == {"min", "p10", "median", "p90", "max", "mean"}
     for name, power in powers.items():
@@ -47,7 +47,7 @@ def test_a_leaf_of_zeros_has_no_powers():
 
 
 def test_quantiles_of_powers_are_taken_over_groups():
-  # Three quarters of the groups have the ratio of k = 1, the others of k = 2.
+  # Three quarters of the groups get k = 1, and the others k = 2.
   one, two = (np.geomspace(1e-4, 1e-4 * RATIO**n, GROUP) for n in (2, 1))
   rows = np.concatenate([np.tile(one, (48, 1)), np.tile(two, (16, 1))])
   leaf = {"w": jnp.asarray(rows, jnp.float32)}

@@ -111,7 +111,7 @@ def test_low_bits_keep_what_bf16_loses():
   for _ in range(1000):
     p, state = step(p, state)
   joined = np.asarray(join_weights(p, state.low)["w"])
-  # Below 1, 24 bits represent all multiples of 2^-17, so the sums are exact.
+  # Below 1, 24 bits represent all multiples of 2^-16, so the sums are exact.
   np.testing.assert_array_equal(joined, 1 - 1000 * 2.0**-14)
 
 
@@ -140,7 +140,7 @@ def test_nnx_weights_change_with_updates_below_a_bf16_step():
 
 
 def test_no_copy_of_all_weights_in_f32_is_made():
-  """Checks that three more leaves hardly need more temporary memory."""
+  """Checks that three more leaves need hardly any more temporary memory."""
 
   def temporary(leaves):
     shape = jax.ShapeDtypeStruct((512, 1024), BF16)

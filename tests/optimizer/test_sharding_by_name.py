@@ -75,7 +75,7 @@ def optimizer_of(solver, dtype=jnp.float32):
 
 @nnx.jit
 def step(model, optimizer):
-  # Gradients are elementwise, so no sum depends on the mesh.
+  # Each gradient depends only on its own weight, so the mesh changes nothing.
   def loss(model):
     leaves = jax.tree.leaves(nnx.state(model, nnx.Param))
     return sum(jnp.sum(x**2) for x in leaves)
@@ -84,7 +84,7 @@ def step(model, optimizer):
 
 
 def bytes_on_devices(state):
-  """Returns the numbers of bytes that the devices store."""
+  """Returns the number of bytes on each device."""
   out = dict.fromkeys(jax.devices(), 0)
   for x in jax.tree.leaves(state):
     for shard in x.addressable_shards:

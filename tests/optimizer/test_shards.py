@@ -87,7 +87,7 @@ def run(name, codec, dtype, mesh=None, **options):
     params, _ = jax.jit(split_weights)(params)
   first, second = (tree(seed, mesh, dtype) for seed in (1, 2))
   lowered = jax.jit(step_of(optimizer)).lower(params, state, first)
-  # The compiled step refuses arguments with other shardings than the first.
+  # The compiled step accepts only the shardings of its first arguments.
   step = lowered.compile()
   params, state = step(*step(params, state, first), second)
   return (params, state), step.as_text()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of turning Python source code into conversations and tokens."""
+"""Tests the conversion of Python source into conversations and tokens."""
 
 import json
 
@@ -75,7 +75,7 @@ def test_files_contain_each_text_once(tmp_path, capsys):
   assert "File exists" in capsys.readouterr().err
 
 
-def test_files_with_other_suffixes_are_read_if_these_are_given(tmp_path):
+def test_suffixes_determine_which_files_are_read(tmp_path):
   (tmp_path / "shape.py").write_text(SOURCE)
   (tmp_path / "shape.h").write_text("struct Shape;\n")
   assert docstrings.read_sources([tmp_path]) == [SOURCE]

@@ -14,7 +14,7 @@ from tests.models.hf.folders import DATA
 
 
 def stand_in(folder, tokens, prompt):
-  """Returns our logits and tokens, except for one logit and the last token."""
+  """Returns our logits and tokens; changes one logit and the last token."""
   model = load_hf(folder, recipe=recipes.bf16(), dtype=jnp.float32)
   logits = np.array(model.logits(jnp.int32(tokens)))
   logits[0, 0, 0] += 0.5 * np.abs(logits).max()

@@ -71,7 +71,7 @@ def test_each_tile_of_a_weight_has_a_scale(monkeypatch):
 
 
 def stored_in(x, order):
-  """Encodes and decodes a moment [groups, n] to nearest, in NumPy's float64."""
+  """Encodes a moment [groups, n] to nearest, in NumPy's float64; decodes it."""
   magnitude = oracles.magnitudes(x)
   amax, _ = oracles.amax_amin(magnitude)
   if order == "INT8":

@@ -86,7 +86,7 @@ def test_first_moments_of_4_bits_are_rounded_to_a_neighbour(name):
 
 
 @pytest.mark.slow
-def test_second_moments_of_4_bits_keep_small_values():
+def test_small_second_moments_of_4_bits_do_not_become_zero():
   group = race_codecs.log4(group_size=4).nu
   x = np.float32([[1, 2.0**-30, 0, 0.75], [0, 0, 0, 0]])
   found = group.encode(jnp.asarray(x), jnp.full(x.shape, 0.5))

@@ -3,7 +3,7 @@
 
 Codes and scales of inputs must be equal. Most other codes must be equal, but
 not all, because on one side XLA may fuse a product and a sum, which rounds once
-instead of twice. The interpreter computes the sigmoid with jnp; the PTX is
+instead of twice. The interpreter computes the sigmoid with jnp; its PTX is
 tested on a GPU and by tests/aot/test_rows.py.
 """
 

@@ -204,8 +204,8 @@ def check_awkward(name, interpret):
     for x in decoded:
       assert np.all(np.isnan(x[bad])) and np.all(np.isfinite(x[~bad]))
     nan = np.isnan(decoded[0])
-    # If a group repeats a value at a rounding boundary, all codes may differ by
-    # one.
+    # If a group repeats a value at a rounding boundary, all of its codes may
+    # differ by one.
     scale = np.nanmax(np.abs(decoded[0]), axis=1, keepdims=True, initial=0)
     error = np.abs(decoded[1] - decoded[0])[~nan]
     limit = (0.2 * np.abs(decoded[0]) + 1e-2 * scale)[~nan]
@@ -272,8 +272,8 @@ def test_kernel_rounding_is_unbiased(name):
 
 
 def test_kernel_uses_the_random_words_of_row_and_column():
-  # Each value is halfway between two codes, so with different random words,
-  # half of the values would be rounded differently.
+  # All values but each group's largest are halfway between two codes, so other
+  # random words would round half of them differently.
   codec = CODECS["fp8"]
   x = jnp.tile(jnp.array([448.0, *[17.0] * 127]), (2, 5, 8, 3)) / 448
   zero = encoded(codec, jnp.zeros(x.shape), jnp.zeros(x.shape))

@@ -106,7 +106,7 @@ def test_interpreted_operation_adds_a_bias_in_f32():
 
 
 def operands_of_op(name, dtype=E4M3, m=256, d=128, f=384):
-  """Returns a function that makes block-scaled operands of `ops.linear_*`."""
+  """Returns a function that makes block-scaled operands for `ops.linear_*`."""
 
   @jax.jit
   def operands():

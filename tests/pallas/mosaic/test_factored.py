@@ -23,9 +23,10 @@ SHAPES = (400, 384), (2, 64, 2, 128), (2, 512, 128)
 
 @pytest.fixture(autouse=True, params=[32, 6])
 def many_tiles(monkeypatch, request):
-  """Lets programs process as many tiles as with large arrays.
+  """Makes each program process many tiles, as it does for large arrays.
 
-  With 6, several programs share a strip; the last one may have fewer tiles.
+  With at most 6 tiles, several programs share a strip; the last one may have
+  fewer tiles.
   """
   monkeypatch.setattr(square_means, "_LEAST_PROGRAMS", 1)
   monkeypatch.setattr(square_means, "_MOST_TILES", request.param)

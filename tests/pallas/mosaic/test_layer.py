@@ -35,7 +35,7 @@ def assert_only_that_layer_was_updated(got, whole, before):
     expected = old.copy()
     expected[LAYER] = stepped[LAYER]
     assert x.dtype == old.dtype and x.tobytes() == expected.tobytes()
-    # Powers k are stored as uint8 multiples of 1/16, so all may stay the same.
+    # All powers k may stay the same, because they are multiples of 1/16.
     powers = x.dtype == np.uint8
     assert powers or expected[LAYER].tobytes() != old[LAYER].tobytes()
 

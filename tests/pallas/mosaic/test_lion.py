@@ -66,7 +66,7 @@ def numbers(step, grad_scale=0.5, **part):
 def terms(codec, p, g, stored):
   """Returns the old parameter, and the sum whose sign is the update.
 
-  The third result is the sum of the magnitudes of this sum's terms.
+  The third result is the same sum with the magnitude of each term.
   """
   [mu] = (np.asarray(x, np.float64) for x in steps.decode(codec, stored))
   g = 0.5 * np.asarray(g, np.float64)
@@ -80,11 +80,11 @@ def check(codec, args, want, got):
   groups = Mu(codec).groups
   old, mix, size = terms(groups, *args)
   p, q = (np.asarray(weights.in_f32(x[0]), np.float64) for x in (want, got))
-  # Decoded moments differ by some ulp.
+  # Decoded moments differ by a few ulps, so the signs of small sums may differ.
   undecided = (np.abs(mix) < 2**-16 * size) & (size > 0)
   assert np.mean(undecided) < 1e-3
-  # Rounding to 24 bits changes a weight by up to 2^-16 of its value, and
-  # rounding to bf16 by up to 2^-8.
+  # Stochastic rounding to 24 bits changes a weight by up to 2^-15 of its value,
+  # and to bf16 by up to 2^-7.
   exact = old - RATE * (np.sign(mix) + DECAY * old)
   kind = jax.tree.leaves(args[0])[0].dtype
   unit = 2**-22 if kind == jnp.float32 else 2**-15

@@ -22,8 +22,8 @@ DRAWS = 512
 )
 def test_mean_over_evenly_spaced_noise_is_the_value(name):
   # Rounding with n evenly spaced noise values gives the value on average, up to
-  # 1 / (2 * n) of the gap between the neighbouring codes. Averaged over 1024
-  # values, the error is 2^-10 / 500 of a gap. A gap is at most 0.3 of a value
+  # 1 / (2 * n) of the gap between the neighbouring codes. The mean error of
+  # 1024 values is about 2^-10 / 500 of a gap. A gap is at most 0.3 of a value
   # (E5M2).
   codec = CODECS[name]
   moments = cases.moments(ptx.TILE)

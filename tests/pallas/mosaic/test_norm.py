@@ -65,7 +65,7 @@ def assert_same_stats(actual, expected):
   for a, e in zip(actual, expected, strict=True):
     assert (a is None) == (e is None)
     if e is not None:
-      # A pairwise sum of n values rounds log2(n) times by 2^-24.
+      # A pairwise sum of n values rounds log2(n) times, each by up to 2^-24.
       np.testing.assert_allclose(a, e, rtol=1e-6)
 
 

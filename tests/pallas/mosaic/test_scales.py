@@ -42,7 +42,7 @@ def test_scale_kernel_matches_definition_on_degenerate_maxima(amax):
   np.testing.assert_array_equal(scale_of(maxima, E4M3), expected)
 
 
-def test_shared_scale_equals_the_scale():
+def test_shared_scale_matches_the_unshared_scale():
   bits = jnp.asarray(np.repeat(np.float32([1.5, 3.0]), 64).view(np.int32))
   scale, read = scales.bits_to_shared_scale(bits, GRADIENTS, True)
   expected = scales.bits_to_scale(bits, GRADIENTS, True)

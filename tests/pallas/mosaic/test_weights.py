@@ -67,7 +67,7 @@ def check(name, steps, interpret, **options):
     assert isinstance(q, SplitWeight)
     assert [x.dtype for x in q] == [jnp.bfloat16, jnp.int8]
     check_units(q, p, old)
-    # The low bytes must be those that `split` stores for the rounded bf16.
+    # The low bytes must be those that `split` makes for the same weights.
     again = jax.jit(lambda w: weights.split(weights.join(w)))(q)
     np.testing.assert_array_equal(np.asarray(again.low), np.asarray(q.low))
     other, total, codes = differences(codec, stored, new)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches: deterministic, split by process, resumable."""
+"""Tests that batches are deterministic, split by process, and resumable."""
 
 import functools
 import itertools

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fingerprints detect most changes of the data, but not all."""
+"""Tests that fingerprints detect most changes of the data, but not all."""
 
 import hashlib
 import os
