@@ -52,7 +52,7 @@ def test_page_runs(name, as_a_reader, capsys):
 
 
 def check_tutorial(names, printed, text):
-  """Checks that the model learns, and that the page shows its numbers."""
+  """Checks that the model learns, and that the page shows what is printed."""
   losses = names["losses"]
   assert losses[0] > 5 and losses[-1] < 0.1
   assert names["model"].layer.mlp.active_recipe.nonlinear == "fp8"
@@ -70,7 +70,7 @@ def check_tutorial(names, printed, text):
 
 
 def check_checkpoints(names, printed, text):
-  """Checks that a state is restored on two devices, by name and from npz."""
+  """Checks three restored states: on two devices, by name, and from npz."""
   saved, restored = names["state"], names["restored"]
   assert_same_bits(restored, saved)
   assert_same_bits(names["adam"], saved["optimizer"][0])
@@ -81,7 +81,7 @@ def check_checkpoints(names, printed, text):
 
 
 def check_sharding(names, printed, text):
-  """Checks that the state and results of layers are sharded."""
+  """Checks the shardings of optimizer states and of layers' outputs."""
   moments = names["opt_state"][0]
   assert moments.nu.codes["up"].sharding.spec == P(None, "fsdp")
   assert moments.nu.amax["up"].sharding.spec == P(None, "fsdp")

@@ -171,8 +171,8 @@ def test_norm_forward_matches_float64(kind, width, has_gamma, has_beta, eps):
   got, stats = ops.norm_values(values, gamma, beta, kind=kind, eps=eps)
   values64 = np.asarray(values, np.float64)
   want = norm(values64, gamma, beta, kind, eps)
-  # f32 means of at most 64 values are off by up to 64 * 2^-24, but in practice
-  # only by 1e-6.
+  # The error of an f32 mean of at most 64 values is below 64 * 2^-24, and in
+  # practice about 1e-6.
   assert_close(got, want, 3e-6)
   mean = values64.mean(-1)
   moment = values64.var(-1) if kind == "layer" else (values64**2).mean(-1)

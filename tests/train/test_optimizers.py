@@ -83,7 +83,8 @@ def test_presets_adapt_to_the_optimizer_and_unused_options_are_refused(
   found = read("olmo_1b", *lion)
   assert (found.optim.optimizer, found.optim.eps) == ("coat_lion", 1e-8)
   assert found.optim.lr == 4e-4
-  found = read("olmo_1b", muon)  # Here, AdamW updates some leaves.
+  # Muon leaves some parameters to AdamW, so it keeps the preset's eps.
+  found = read("olmo_1b", muon)
   assert (found.optim.optimizer, found.optim.eps) == ("coat_muon", 1e-5)
   assert not read("demo", muon).report_state
   assert not read("demo", muon, "--no-report-state").report_state
@@ -152,7 +153,7 @@ def test_muon_equals_optax_on_clipped_gradients():
     adam_b2=optim.b2,
     consistent_rms=0.2,
   )
-  # optax updates an array of three axes with AdamW.
+  # optax.contrib.muon uses AdamW for an array with three axes.
   params, grads = (
     {"embedding": x[None], "up": y}
     for x, y in zip(tables, matrices, strict=True)
@@ -167,7 +168,7 @@ def test_muon_equals_optax_on_clipped_gradients():
   np.testing.assert_allclose(kernel, want["up"], atol=1e-5)
 
 
-def test_rounding_of_added_updates_depends_on_the_step():
+def test_rounding_of_updated_parameters_depends_on_the_step():
   tx = optimizers.of_transformation(coat_lion(1e-3), seed=0)
   params = {"w": jnp.ones((8, 64), "bfloat16")}
   state = tx.init(params)

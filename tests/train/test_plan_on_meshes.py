@@ -25,14 +25,15 @@ def test_each_gpu_plans_its_share_of_sequences_and_vocabulary():
   tokens = 2 * 4096
   kept = saved_bytes(config.model, recipes.coat(), tensor=2)
   assert found.activations == pytest.approx(32 * kept * tokens, rel=1e-9)
-  # 2^28 bytes hold f32 logits for 2097 positions of two sequences and half the
-  # vocabulary, so 4096 positions are two even chunks. Logits and the head's
-  # gradient are allocated in f32 and BF16, hidden states three times in BF16.
+  # With two sequences and half the vocabulary, 2^28 bytes hold the f32 logits of
+  # 2097 positions, so 4096 positions are two equal chunks. Logits and the head's
+  # gradient are each allocated in f32 and in BF16, and hidden states three times
+  # in BF16.
   logits, head = 2 * 2048 * 16000, 4096 * 16000
   assert found.temporary == (4 + 2) * (logits + head) + 3 * 2 * 4096 * tokens
 
 
-def test_gpus_with_whole_experts_plan_their_experts_and_save_no_copies():
+def test_plan_with_an_expert_axis_counts_own_experts_and_no_copies():
   config = dataclasses.replace(
     PRESETS["demo_moe"](), mesh="expert=4,fsdp=2", batch=16, seq=512
   )

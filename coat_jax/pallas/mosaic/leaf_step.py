@@ -134,7 +134,7 @@ def run(
     factors=sizes,
     interpret=interpret,
   )
-  # Fields that a codec does not use are scalar zeros; the kernel gets None.
+  # The kernel gets None for fields that a codec does not use (scalar zeros).
   used = jax.tree.map(lambda x: x if x.ndim else None, stored)
   first, new = _step(
     scalars, jnp.concatenate(place), g, p, used, tuple(read), work=work
@@ -163,8 +163,8 @@ def _step(scalars, place, g, p, stored, read, *, work: _Work):
       # Exact division, exp2 and log2 would take ten times as long.
       approx_math=True,
       # No barriers are needed: threads share only statistics, each among the 16
-      # lanes of a group. A lane overwrites a statistic only after it has got
-      # values that the other 15 lanes have computed from the old one.
+      # lanes of a group. A lane overwrites a statistic only after it has
+      # received what the other 15 lanes computed from its old value.
       unsafe_no_auto_barriers=True,
     ),
     interpret=plgpu.InterpretGPUParams() if work.interpret else False,

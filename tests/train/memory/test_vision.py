@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of LLaVA 1.5 7B equal sums of arrays and are near compiled peaks.
+"""Plans of LLaVA 1.5 7B equal sums of arrays, and are near compiled peaks.
 
-`studies.vision_memory` made the rows in docs/rows/vision_plan.jsonl: 4
-sequences of 2048 tokens with room for 2 images each.
+`studies.vision_memory` made the rows in docs/rows/vision_plan.jsonl, for 4
+sequences of 2048 tokens, each with room for 2 images.
 """
 
 import json
@@ -18,7 +18,8 @@ from train.memory.count import saved_bytes
 from train.memory.step import fullest
 
 ROWS = Path(__file__).parents[3] / "docs" / "rows" / "vision_plan.jsonl"
-# In each of two tables, weights of the 64 tokens that LLaVA adds to Llama 2's.
+# Weights of the 64 tokens that LLaVA adds to Llama 2's vocabulary, in one
+# table. There are two tables.
 WORDS = 64 * 4096
 COUNTS = {
   "decoder": LLAMA2_7B.parameters + 2 * WORDS,
@@ -49,7 +50,7 @@ def planned(trained):
 
 
 @pytest.mark.parametrize("trained", TRAINED)
-def test_step_of_7b_equals_its_arrays_and_is_near_the_compiled_peak(trained):
+def test_plan_of_7b_equals_sum_of_arrays_and_is_near_the_compiled_peak(trained):
   found = planned(trained)
   weights = 2 * sum(COUNTS.values())
   tokens, seen = 4 * 2048, 8 * 577
@@ -57,9 +58,9 @@ def test_step_of_7b_equals_its_arrays_and_is_near_the_compiled_peak(trained):
   # The projector saves features, GELU's input (BF16 and f32) and GELU's output.
   images = 8 * 576 * (2 * 1024 + 8 * 4096)
   if trained == "all":
-    # A layer of the tower saves codes of both norms' inputs, with a scale per
-    # 16 values, and their means and roots in f32; codes of GELU's input; q, k,
-    # v and attention's output; and the logarithms of softmax's sums.
+    # A layer of the tower saves codes of the inputs of both norms and of GELU,
+    # with a scale per 16 values; two f32 statistics of each norm; q, k, v and
+    # attention's output; and the logarithms of softmax's sums.
     layer = 2 * (1024 + 128 + 8) + 4096 + 512 + 2 * 4 * 1024 + 4 * 16
     images += 23 * layer * seen
   layers, head = 2 * 32 * (4 * 4096 + 3 * 11008) * 4096, 2 * 4096 * 32064
@@ -79,7 +80,7 @@ def test_step_of_7b_equals_its_arrays_and_is_near_the_compiled_peak(trained):
   (row,) = (row for row in rows if row["case"]["trained"] == trained)
   peak, error = fullest(found)[1].total, row["error"]
   assert abs(peak / row["peak_bytes"] - 1) <= 0.05 and abs(error) <= 0.05
-  # The counts above leave out norms, biases and padding of groups of moments.
+  # The counts above leave out norms, biases, and padding in moments' groups.
   assert abs(peak / row["planned_bytes"] - 1) <= 2e-3
 
 
