@@ -50,8 +50,9 @@ def table(rows: list[dict], preset: str) -> str:
     cells += [f"{errors[name][key]:.2g}" for key in keys]
     for key in ("loss", "held_out_loss"):
       if name == baseline(name):
-        by_seed = losses(rows, preset, name, key)
-        cells.append(", ".join(f"{loss:.4f}" for loss in by_seed.values()))
+        by_seed = losses(rows, preset, name, key).values()
+        shown = ("diverged" if x is None else f"{x:.4f}" for x in by_seed)
+        cells.append(", ".join(shown))
       else:
         cells.append(_shown(differences(rows, preset, name, key)))
     lines.append(cells)

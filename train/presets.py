@@ -72,14 +72,14 @@ def demo_moe() -> TrainConfig:
 
 
 def llama_60m() -> TrainConfig:
-  """Shape and number of tokens of GaLore: arXiv:2403.03507, appendix."""
+  """Shape and number of tokens from the GaLore paper: arXiv:2403.03507."""
   model = _llama(8, 512, 1376, 8, norm_eps=1e-6)
   optim = OptimConfig(lr=1e-3, warmup=0.1)
   return _run("llama_60m", model, optim, steps=10_000, batch=128, seq=1024)
 
 
 def llama_130m() -> TrainConfig:
-  """Shape and number of tokens of GaLore: arXiv:2403.03507, appendix."""
+  """Shape and number of tokens from the GaLore paper: arXiv:2403.03507."""
   model = _llama(12, 768, 2048, 12, norm_eps=1e-6)
   optim = OptimConfig(lr=1e-3, warmup=0.1)
   return _run("llama_130m", model, optim, steps=20_000, batch=128, seq=1024)
@@ -104,8 +104,8 @@ def olmo_7b() -> TrainConfig:
 def gpt2() -> TrainConfig:
   """The smallest GPT-2, trained like GPT-3 small: arXiv:2005.14165, table 2.1.
 
-  300 billion tokens. The vocabulary of 50257 is rounded up to 50304 so that
-  devices can split it. There is no dropout.
+  300 billion tokens. The vocabulary of 50257 is rounded up to 50304, so that
+  devices can split it evenly. There is no dropout.
   """
   model = _llama(
     *(12, 768, 3072, 12),
@@ -150,7 +150,7 @@ def llama_30b() -> TrainConfig:
 
 
 def llama3_8b() -> TrainConfig:
-  """arXiv:2407.21783, table 3; 15 trillion tokens; the batch does not grow."""
+  """arXiv:2407.21783, table 3; 15 trillion tokens; the batch stays the same."""
   model = _llama(
     32, 4096, 14336, 32, num_kv_heads=8, vocab_size=128256, rope_theta=5e5
   )

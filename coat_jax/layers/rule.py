@@ -89,8 +89,7 @@ def rule(
       keep = _with_axis if axes is not None else _splitter(in_specs, arrays)
       return results, protect_codes(jax.tree.map(keep, own))
 
-    # Apart, so that a checkpoint recomputes only what it needs.
-    args = jax.tree.map(lambda x: _differentiated_once(x, static[-1]), arrays)
+    args = _differentiated_once(arrays, static[-1])
     results, own = _run(
       axes, local, args, in_specs, (out_specs, _own_spec(axes))
     )
@@ -117,7 +116,7 @@ def rule(
       return bwd(*static, inputs, own, g)
 
     in_specs = input_specs, _own_spec(axes), out_specs
-    g = jax.tree.map(lambda x: _differentiated_once(x, static[-1]), g)
+    g = _differentiated_once(g, static[-1])
     args = saved.inputs, saved.own, g
     return (_run(axes, local, args, in_specs, cotangent_specs),)
 
@@ -141,25 +140,32 @@ def rule(
   return f
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _differentiated_once(x: Array, recipe: CoatRecipe) -> Array:
-  """Returns x; raises if the pass that reads x is differentiated.
+def _differentiated_once[Tree](tree: Tree, recipe: CoatRecipe) -> Tree:
+  """Refuses second derivatives if the recipe rounds to 8 bits.
 
-  Rounding has derivative 0, so second derivatives would be wrong, often 0.
+  Rounding has derivative 0, so they would be wrong, and often 0.
   """
-  del recipe
+  if recipe.name == "bf16":
+    return tree
+  # One call per array, so that a checkpoint recomputes only what it needs.
+  return jax.tree.map(_without_derivative, tree)
+
+
+@jax.custom_vjp
+def _without_derivative(x: Array) -> Array:
   return x
 
 
-@_differentiated_once.defjvp
-def _second_derivative(recipe, primals, tangents):
-  if recipe.name == "bf16":
-    return primals[0], tangents[0]
+def _refuse(*_):
   raise NotImplementedError(
     "coat_jax: layers that round to 8 bits can be differentiated only once, "
     "because rounding has derivative 0, got a second derivative; pass "
-    "recipe=recipes.bf16(), or apply jax.lax.stop_gradient before the first"
+    "recipe=recipes.bf16(), or apply jax.lax.stop_gradient to the arguments of "
+    "the first derivative (not to its result)"
   )
+
+
+_without_derivative.defvjp(_refuse, _refuse)
 
 
 def _tokens_specs(*arguments):

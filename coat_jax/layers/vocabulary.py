@@ -45,7 +45,7 @@ def embed(
 ) -> Array:
   """Looks up tokens [B, T] in a table [V, D]; returns [B, T, D] in `dtype`.
 
-  As in `nnx.Embed`, ids of V or more give NaN.
+  As with `nnx.Embed`, ids from V give NaN, and negative ids count from the end.
   """
   look_up = lambda rows, tokens: jnp.take(rows, tokens, axis=0)  # noqa: E731
   return _with_rows(look_up, table, dtype, (tokens,), axes)
@@ -61,7 +61,8 @@ def add_positions(
   """
 
   def added(rows, x, places):
-    rows = rows[places] if places.ndim == 2 else rows[places][None]
+    rows = jnp.take(rows, places, axis=0)
+    rows = rows if places.ndim == 2 else rows[None]
     return (x.astype(jnp.float32) + rows).astype(x.dtype)
 
   return _with_rows(added, table, jnp.float32, (x, places), axes)
@@ -254,8 +255,10 @@ def _loss_of_shard(hidden, targets, weight, shares, *, head, has_gradients):
   zeros = functools.partial(jnp.zeros_like, hidden, jnp.float32)
   start = zeros(shape=()), zeros(shape=weight.shape if has_gradients else ())
   counted = jnp.ones(targets.shape, jnp.float32) if shares is None else shares
-  is_sharded = axes is not None and axes.tensor is not None
-  num_ids = vocab_size * (lax.axis_size(axes.tensor) if is_sharded else 1)
+  num_ids = vocab_size
+  if axes is not None and axes.tensor is not None:
+    num_ids *= lax.axis_size(axes.tensor)
+  targets = targets.astype(jnp.int32)  # A narrow dtype may not hold `num_ids`.
   is_id = (targets >= 0) & (targets < num_ids)
   counted = jnp.where(is_id | (counted == 0), counted, jnp.nan)
   chunks = _chunks(hidden, targets, counted, vocab_size)

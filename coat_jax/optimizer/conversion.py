@@ -4,7 +4,6 @@
 A plain state is the state of an optax optimizer, with moments in f32.
 """
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -225,20 +224,24 @@ def pair_nodes(
   nodes, treedef = jax.tree.flatten(like, is_leaf=is_moment)
   found = flatten_like(op, name, decoded, _PLAIN, treedef, _REMEDY)
   pairs = list(zip(nodes, found, strict=True))
-  for old, new in pairs:
-    if is_moment(old):
-      got = [(path, jnp.shape(x)) for path, x in leaf_paths(new)]
-      paths = [path for path, _ in leaf_paths(old.codes)]
-      want = zip(paths, old.shapes(), strict=True)
-      for a, b in itertools.zip_longest(got, want):
-        if a != b:
-          raise ValueError(
-            f"{op}: {name} must have moments of the same parameters, got "
-            f"{_shown(a)} in place of {_shown(b)}; pass a state for these "
-            "parameters"
-          )
-  return pairs
+  return [
+    (old, _paired(op, name, old, new)) if is_moment(old) else (old, new)
+    for old, new in pairs
+  ]
 
 
-def _shown(leaf: tuple[str, tuple[int, ...]] | None) -> str:
-  return "nothing" if leaf is None else f"{leaf[0]!r} of shape {leaf[1]}"
+def _paired(op: str, name: str, old: Moment, new: Any) -> Any:
+  """Returns a decoded moment `new` as a tree like that of `old`, by paths."""
+  leaves = dict(leaf_paths(new))
+  got = {path: jnp.shape(x) for path, x in leaves.items()}
+  paths = [path for path, _ in leaf_paths(old.codes)]
+  want = dict(zip(paths, old.shapes(), strict=True))
+  for path in sorted(got.keys() | want.keys()):
+    if got.get(path) != want.get(path):
+      raise ValueError(
+        f"{op}: {name} must have moments of the same parameters, got shape "
+        f"{got.get(path)} instead of {want.get(path)} at {path!r}; pass a "
+        "state for these parameters"
+      )
+  structure = jax.tree.structure(old.codes)
+  return structure.unflatten([leaves[path] for path in paths])

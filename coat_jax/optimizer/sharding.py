@@ -185,15 +185,14 @@ def _placed(
       refuse(TypeError, op, "params", "a tree of arrays", leaf, f"see {path!r}")
   where: list[Any] = [getattr(leaf, "sharding", None) for _, leaf in leaves]
   if shardings is not None:
-    named = leaf_paths(shardings)
-    where = [sharding for _, sharding in named]
-    paths, others = ({path for path, _ in each} for each in (leaves, named))
-    if paths != others:
+    paths, named = [path for path, _ in leaves], dict(leaf_paths(shardings))
+    if sorted(named) != sorted(paths):
       raise ValueError(
-        f"{op}: there must be a sharding for each parameter, got "
-        f"{sorted(others - paths)} in place of {sorted(paths - others)}; pass "
-        "trees of one structure"
+        f"{op}: there must be a sharding for each parameter, got none for "
+        f"{[x for x in paths if x not in named]}, and unused ones for "
+        f"{[x for x in named if x not in paths]}; pass trees of one structure"
       )
+    where = [named[path] for path in paths]
   if not leaves:
     raise ValueError(
       f"{op}: there must be at least one parameter, got {params}; pass the "

@@ -184,6 +184,15 @@ def test_float16_gradients_do_not_underflow(length, shares):
   assert_close(got, want, 2**-10)
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "int16"])
+def test_narrow_dtypes_of_targets_may_not_hold_the_vocabulary_size(dtype):
+  size = 2 ** (8 * jnp.dtype(dtype).itemsize)
+  hidden, _, targets = arrays()
+  weight = jax.random.normal(jax.random.key(1), (D, size))
+  got = found(hidden, weight, targets.astype(dtype))
+  assert_close(got, wanted(hidden, weight, targets))
+
+
 @pytest.mark.parametrize("target", [-100, -1, V, 2**31 - 1])
 @pytest.mark.parametrize("sizes", [None, (2, 2, 2)])
 def test_target_outside_the_vocabulary_makes_the_loss_nan(sizes, target):

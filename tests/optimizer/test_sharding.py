@@ -4,6 +4,7 @@
 Shardings must be as predicted. Steps must keep them and need no communication.
 """
 
+import collections
 import doctest
 
 import jax
@@ -366,11 +367,15 @@ def test_sharding_errors_name_the_leaf_and_the_remedy():
     state_shardings(init, params)
   with pytest.raises(TypeError, match=r"got P\(\) at 'b'"):
     state_shardings(init, params, {"a": good, "b": P()})
-  with pytest.raises(ValueError, match=r"got \['z'\] in place of \['a'\]"):
+  with pytest.raises(
+    ValueError, match=r"none for \['a'\], and unused ones for \['z'\]"
+  ):
     state_shardings(init, params, {"z": good, "b": good})
   with pytest.raises(TypeError, match="got SingleDeviceSharding.* at 'a'"):
     state_shardings(init, {"a": jnp.ones((64, 512))})
-  with pytest.raises(ValueError, match=r"in place of \['b'\]; pass trees"):
+  with pytest.raises(
+    ValueError, match=r"none for \['b'\], and unused ones for \[\]"
+  ):
     state_shardings(init, params, {"a": good})
   uneven = NamedSharding(mesh, P("fsdp"))
   with pytest.raises(ValueError, match=r"shape \(6, 512\) at 'b', mesh {'fsdp"):
@@ -382,3 +387,16 @@ def test_sharding_errors_name_the_leaf_and_the_remedy():
 
 def test_sharding_examples_run():
   assert doctest.testmod(coat_jax.optimizer.sharding).failed == 0
+
+
+def test_shardings_are_paired_by_name_if_their_order_differs():
+  mesh = make_mesh()
+  where = {
+    "a": NamedSharding(mesh, P("fsdp")),
+    "b": NamedSharding(mesh, P(None, "fsdp")),
+  }
+  shape = jax.ShapeDtypeStruct((512, 1024), jnp.float32)
+  params = collections.OrderedDict(b=shape, a=shape)
+  state = abstract_state(coat_adamw(1e-2).init, params, where)
+  codes = state[0].mu.codes
+  assert {name: codes[name].sharding for name in where} == where

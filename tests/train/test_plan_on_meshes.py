@@ -25,10 +25,10 @@ def test_each_gpu_plans_its_share_of_sequences_and_vocabulary():
   tokens = 2 * 4096
   kept = saved_bytes(config.model, recipes.coat(), tensor=2)
   assert found.activations == pytest.approx(32 * kept * tokens, rel=1e-9)
-  # With two sequences and half the vocabulary, 2^28 bytes hold the f32 logits of
-  # 2097 positions, so 4096 positions are two equal chunks. Logits and the head's
-  # gradient are each allocated in f32 and in BF16, and hidden states three times
-  # in BF16.
+  # With two sequences and half the vocabulary, 2^28 bytes hold the f32 logits
+  # of 2097 positions, so 4096 positions are two equal chunks. Logits and the
+  # head's gradient are each allocated in f32 and in BF16, and hidden states
+  # three times in BF16.
   logits, head = 2 * 2048 * 16000, 4096 * 16000
   assert found.temporary == (4 + 2) * (logits + head) + 3 * 2 * 4096 * tokens
 

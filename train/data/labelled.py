@@ -134,8 +134,8 @@ def _read(
   known = tuple(found) if classes is None else classes
   if len(known) < 2:
     raise ValueError(
-      f"data: expected a folder of images for each of at least two classes in "
-      f"{start}, got {', '.join(known) or 'none'}; add folders"
+      f"data: {start} must contain folders of at least two classes, got "
+      f"{', '.join(known) or 'none'}; add a folder of images per class"
     )
   if new := sorted(set(found) - set(known)):
     raise ValueError(

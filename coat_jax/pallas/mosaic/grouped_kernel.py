@@ -87,7 +87,7 @@ class Work:
   def place(self, i: Array, used: Array) -> tuple[Array, Array, Array]:
     """Returns the i-th tile's table entry, index along m and first column.
 
-    If a table entry is a tile of rows, the index along m is 0.
+    Unless `is_wgrad`, an entry has one tile along m, so this index is 0.
     """
     number = i * self.programs + lax.axis_index("program")
     tiles_m, entry = used, jnp.int32(0)
@@ -100,11 +100,11 @@ class Work:
     return (entry, tile, column) if self.is_wgrad else (tile, entry, column)
 
   def a_place(self, rows: Any, block: Any) -> tuple[Any, Any]:
-    """Returns the index of a block in a."""
+    """Returns the index of a block of operand a."""
     return (block, rows) if self.a_k_first else (rows, block)
 
   def b_place(self, columns: Any, block: Any) -> tuple[Any, Any]:
-    """Returns the index of a block in b."""
+    """Returns the index of a block of operand b."""
     return (block, columns) if self.b_k_first else (columns, block)
 
   def slot(self, step: Array) -> Array:
@@ -119,9 +119,11 @@ class Memory(NamedTuple):
   a_smem: Any
   b_smem: Any
   out_smem: Any  # Pieces of the result, for each warpgroup.
-  edge_smem: Any  # For each warpgroup, 64 rows of which only some are written.
+  edge_smem: (
+    Any  # For each warpgroup, a tile of which only some rows are copied.
+  )
   loaded: Any  # A barrier per wave and stage: completes when its copies end.
-  free: Any  # A barrier per stage: completes when both warpgroups have read it.
+  free: Any  # A barrier per stage: completes when both warpgroups have read.
 
 
 def scratch(work: Work, a: DTypeLike, b: DTypeLike, out: DTypeLike) -> Memory:
@@ -148,9 +150,9 @@ def scratch(work: Work, a: DTypeLike, b: DTypeLike, out: DTypeLike) -> Memory:
 def run(work: Work, *refs, **scratch: Any) -> None:
   """Runs the kernel.
 
-  `refs` are a table [6, entries] with the fields of `Entry`, the number of
-  entries in use [1], a factor per group [E], a, b, and the result. `scratch`
-  holds the fields of `Memory`.
+  `refs` are, in order: the fields of all `Entry`s [6, entries], the number of
+  entries in use [1], a factor per group [E], the operands a and b, and the
+  result. `scratch` holds the fields of `Memory`.
   """
   table, used, scale, a, b, out = refs
   memory = Memory(**scratch)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Means of the rows and of the columns of g^2, in one pass over memory.
 
-XLA would read g twice. A program adds up tiles of one strip (`factors`) that
-contain the same columns. It writes the mean of each group, and one tile with
-its part of the means of columns; XLA adds these.
+XLA would read g twice. A program adds up those tiles of a strip (see `factors`)
+that have the same columns. It writes the mean of each group, and one tile of
+partial means of columns, which XLA adds up.
 """
 
 import functools
@@ -21,8 +21,8 @@ from coat_jax.pallas.mosaic.factors import Sizes
 from coat_jax.pallas.mosaic.ptx import GROUP_SIZE, LAYOUT, ROWS, TILE
 from coat_jax.pallas.mosaic.registers import Instructions
 
-# More tiles per program mean fewer results, but too few programs would leave
-# multiprocessors idle at the end.
+# More tiles per program mean fewer partial means, but too few programs would
+# leave multiprocessors idle at the end.
 _MOST_TILES = 32
 _LEAST_PROGRAMS = 2048
 
@@ -68,8 +68,7 @@ def _kernel(g_gmem, *gmem, sizes: Sizes, tiles: int, on: Instructions) -> None:
   """Adds up a program's tiles, which are a period apart.
 
   `g_gmem` is [groups, 128]. `gmem` holds the gradient's factor (if any), the
-  means of groups [groups], and parts of the means of columns [programs * 8,
-  128].
+  means of groups [groups], and partial means of columns [programs * 8, 128].
   """
   *scale_gmem, means_gmem, columns_gmem = gmem
   program = lax.axis_index("program")
@@ -78,7 +77,9 @@ def _kernel(g_gmem, *gmem, sizes: Sizes, tiles: int, on: Instructions) -> None:
   first = strip * sizes.periods + chunk * tiles
   first = first * sizes.period + tile * ROWS
   count = tiles
-  if sizes.periods % tiles:  # A strip's last program has fewer tiles.
+  if (
+    sizes.periods % tiles
+  ):  # Programs of a strip's last chunk have fewer tiles.
     count = jnp.minimum(tiles, sizes.periods - chunk * tiles)
 
   def add(i, total):

@@ -87,7 +87,7 @@ def test_experts_are_read_under_both_names_and_written():
     ({"mlp_only_layers": [0]}, "mlp_only_layers must be [], got [0]"),
     (
       {"num_experts": 8},
-      "must be equal to num_experts .8., got 4; correct the",
+      "must be equal to num_experts (8), got 4; correct the",
     ),
     ({"num_experts_per_tok": 5}, "which must be at most num_experts, got 4"),
     ({"norm_topk_prob": 1}, "norm_topk_prob must be true or false, got 1"),

@@ -179,7 +179,7 @@ def check_kernels(shape, dtype, share):
   """Compares compiled kernels with their definitions."""
   x = cases.activations(shape)
   x[: len(awkward(48)), :48] = awkward(48)
-  # Leave out subnormals, which XLA treats as zeros on a CPU.
+  # Replace subnormals by zeros, as XLA does on a CPU.
   x = jnp.asarray(np.where(np.abs(x) < 2.0**-126, 0, x), dtype)
   scaling = PerTensor(E5M2)
   amax = float(jnp.max(jnp.abs(x[len(awkward(48)) :].astype(F32))))
