@@ -115,6 +115,7 @@ def test_finished_run_can_be_extended(finished, tmp_path, capsys):
     (["--resume", "--overwrite"], {}, "are mutually exclusive"),
     (["--overwrite"], dict(data__path="missing"), "path must exist"),
     (["--overwrite"], dict(data__path="empty"), "data must not be empty"),
+    (["--data.path=a"], dict(data__path="b"), "given several times"),
     (["--overwrite"], dict(data__path="short"), "at least 33 tokens each"),
     (
       ["--overwrite"],

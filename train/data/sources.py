@@ -8,6 +8,7 @@ into flat files: see `token_files`.
 
 import glob
 import itertools
+import logging
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,7 +72,7 @@ def documents(path: str | None) -> Iterator[tuple[str, bytes]]:
   """Yields (name, content) of each text file, sorted by path.
 
   If `path` is None, the files are the source code of Python's standard library.
-  A file with a zero byte near its start is skipped.
+  Files with a zero byte near their start are skipped with a warning.
   """
   root = Path(sysconfig.get_paths()["stdlib"])
   if path is None:
@@ -82,15 +83,21 @@ def documents(path: str | None) -> Iterator[tuple[str, bytes]]:
     ]
   else:
     candidates = find_files(path)
-  found = 0
+  skipped = []
   for file in candidates:
     with file.open("rb") as opened:
       content = opened.read(8192)
       if b"\0" in content:
+        skipped.append(file)
         continue
       content += opened.read()
-    found += 1
     yield str(file), content
+  found = len(candidates) - len(skipped)
+  if found and skipped:
+    logging.getLogger(__name__).warning(
+      "data: skipped %d of %d files, which are not text in UTF-8: %s",
+      *(len(skipped), len(candidates), ", ".join(map(str, skipped[:3]))),
+    )
   if not found and len(candidates) == 1:
     raise ValueError(
       f"load_tokens: {candidates[0]} must be text, got a binary file; pass "

@@ -18,13 +18,18 @@ from train.options import first_line
 
 
 def check_out(op: str, path: Path) -> None:
-  """Raises ValueError unless `path` is free and a folder can contain it."""
+  """Raises ValueError unless `path` is free and can be written."""
   check_free(op, path)
   above = next(x for x in path.resolve().parents if x.exists())
   if not above.is_dir():
     raise ValueError(
       f"{op}: {path} must be in a folder, got the file {above}; pass another "
       "path"
+    )
+  if not os.access(above, os.W_OK):
+    raise ValueError(
+      f"{op}: {path} must be in a folder that can be written, got {above}, "
+      "which is read-only; pass another path"
     )
 
 

@@ -119,6 +119,13 @@ def test_missing_or_empty_data_raise_with_the_path(tmp_path):
     load(empty, dtype="uint16")
 
 
+def test_binary_files_among_text_are_skipped_with_a_warning(tmp_path, caplog):
+  (tmp_path / "a.txt").write_text("text " * 20)
+  (tmp_path / "b.txt").write_text("text " * 20, "utf-16")
+  assert len(load(tmp_path)) == 100
+  assert "skipped 1 of 2 files" in caplog.text and "b.txt" in caplog.text
+
+
 def test_binary_files_are_rejected_as_text(tmp_path):
   (tmp_path / "a.bin").write_bytes(b"\0\1")
   with pytest.raises(ValueError, match="pass dtype uint16 or uint32"):

@@ -7,7 +7,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from train.run.writing import SaveError, write_tree
+from train.run import writing
+from train.run.writing import SaveError, check_out, write_tree
 
 TREE = {"params": {"w": np.random.default_rng(0).normal(size=(100, 100))}}
 
@@ -38,3 +39,10 @@ def test_error_names_a_file_where_a_folder_should_be(tmp_path):
   (tmp_path / "file").write_text("mine")
   with pytest.raises(SaveError, match="could not write .*sub: .*file"):
     write_tree(tmp_path / "file" / "sub", TREE)
+
+
+def test_output_in_a_read_only_folder_is_refused(tmp_path, monkeypatch):
+  # Root may write to a folder whose mode says read-only.
+  monkeypatch.setattr(writing.os, "access", lambda path, mode: False)
+  with pytest.raises(ValueError, match="which is read-only; pass another path"):
+    check_out("plot", tmp_path / "new" / "plot.png")
