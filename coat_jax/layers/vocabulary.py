@@ -258,7 +258,8 @@ def _loss_of_shard(hidden, targets, weight, shares, *, head, has_gradients):
   num_ids = vocab_size
   if axes is not None and axes.tensor is not None:
     num_ids *= lax.axis_size(axes.tensor)
-  targets = targets.astype(jnp.int32)  # A narrow dtype may not hold `num_ids`.
+  # A narrow dtype may not hold `num_ids`.
+  targets = targets.astype(jnp.promote_types(targets.dtype, jnp.int32))
   is_id = (targets >= 0) & (targets < num_ids)
   counted = jnp.where(is_id | (counted == 0), counted, jnp.nan)
   chunks = _chunks(hidden, targets, counted, vocab_size)

@@ -17,7 +17,7 @@ from coat_jax.numerics import stochastic
 from coat_jax.numerics.checks import flatten_like
 from coat_jax.numerics.stochastic import LeafPart
 from coat_jax.optimizer import arguments
-from coat_jax.optimizer.masks import leaf_paths
+from coat_jax.optimizer.masks import in_order, leaf_paths
 from coat_jax.optimizer.matrices import COEFFICIENTS
 from coat_jax.optimizer.state import (
   EncodedState,
@@ -232,16 +232,14 @@ def pair_nodes(
 
 def _paired(op: str, name: str, old: Moment, new: Any) -> Any:
   """Returns a decoded moment `new` as a tree like that of `old`, by paths."""
-  leaves = dict(leaf_paths(new))
-  got = {path: jnp.shape(x) for path, x in leaves.items()}
+  leaves = leaf_paths(new)
   paths = [path for path, _ in leaf_paths(old.codes)]
-  want = dict(zip(paths, old.shapes(), strict=True))
-  for path in sorted(got.keys() | want.keys()):
-    if got.get(path) != want.get(path):
-      raise ValueError(
-        f"{op}: {name} must have moments of the same parameters, got shape "
-        f"{got.get(path)} instead of {want.get(path)} at {path!r}; pass a "
-        "state for these parameters"
-      )
-  structure = jax.tree.structure(old.codes)
-  return structure.unflatten([leaves[path] for path in paths])
+  got = [f"{path} {jnp.shape(x)}" for path, x in leaves]
+  want = [f"{a} {b}" for a, b in zip(paths, old.shapes(), strict=True)]
+  if sorted(got) != sorted(want):
+    raise ValueError(
+      f"{op}: {name} must have a moment for each parameter, got none for "
+      f"{[x for x in want if x not in got]}, and unused ones for "
+      f"{[x for x in got if x not in want]}; pass a state for these parameters"
+    )
+  return jax.tree.structure(old.codes).unflatten(in_order(paths, leaves))

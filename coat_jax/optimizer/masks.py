@@ -111,6 +111,18 @@ def leaf_paths(tree: Any) -> list[tuple[str, Any]]:
   return out
 
 
+def in_order(paths: Sequence[str], named: list[tuple[str, Any]]) -> list[Any]:
+  """Returns the values of `named`, pairs with these paths, in this order.
+
+  Leaves with equal paths, such as "a/b" in {"a/b": x, "a": {"b": y}}, keep
+  their order.
+  """
+  places = sorted(range(len(paths)), key=paths.__getitem__)
+  values = sorted(named, key=lambda pair: pair[0])
+  found = {i: x for i, (_, x) in zip(places, values, strict=True)}
+  return [found[i] for i in range(len(paths))]
+
+
 def leaf_path(keys: Sequence[Any]) -> str:
   """Joins a leaf's keys to a path; drops the "value" of an `nnx.Variable`."""
   if keys and keys[-1] == jax.tree_util.GetAttrKey("value"):

@@ -18,7 +18,7 @@ from coat_jax.codecs import MomentCodec
 from coat_jax.codecs.group import GroupCodec
 from coat_jax.numerics.checks import check_function, refuse
 from coat_jax.optimizer import arguments, boxes
-from coat_jax.optimizer.masks import QuantizeMask, leaf_paths
+from coat_jax.optimizer.masks import QuantizeMask, in_order, leaf_paths
 from coat_jax.optimizer.state import moments_in, splits_groups
 
 _SMALLEST_GROUP = 16
@@ -185,14 +185,15 @@ def _placed(
       refuse(TypeError, op, "params", "a tree of arrays", leaf, f"see {path!r}")
   where: list[Any] = [getattr(leaf, "sharding", None) for _, leaf in leaves]
   if shardings is not None:
-    paths, named = [path for path, _ in leaves], dict(leaf_paths(shardings))
-    if sorted(named) != sorted(paths):
+    named = leaf_paths(shardings)
+    paths, got = ([path for path, _ in each] for each in (leaves, named))
+    if sorted(got) != sorted(paths):
       raise ValueError(
         f"{op}: there must be a sharding for each parameter, got none for "
-        f"{[x for x in paths if x not in named]}, and unused ones for "
-        f"{[x for x in named if x not in paths]}; pass trees of one structure"
+        f"{[x for x in paths if x not in got]}, and unused ones for "
+        f"{[x for x in got if x not in paths]}; pass trees of one structure"
       )
-    where = [named[path] for path in paths]
+    where = in_order(paths, named)
   if not leaves:
     raise ValueError(
       f"{op}: there must be at least one parameter, got {params}; pass the "

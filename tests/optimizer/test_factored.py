@@ -113,7 +113,7 @@ def test_state_converts_to_optax_and_back():
   again = from_plain_state(plain, jax.eval_shape(lambda: state))
   for a, b in zip(*map(jax.tree.leaves, (again, state)), strict=True):
     np.testing.assert_allclose(a, b, rtol=2e-6)
-  with pytest.raises(ValueError, match="moments of the same parameters"):
+  with pytest.raises(ValueError, match="must have a moment for each parameter"):
     wrong = jax.tree.map(lambda x: x[:1] if x.ndim else x, plain)
     from_plain_state(wrong, state)
 

@@ -4,7 +4,6 @@
 Shardings must be as predicted. Steps must keep them and need no communication.
 """
 
-import collections
 import doctest
 
 import jax
@@ -387,16 +386,3 @@ def test_sharding_errors_name_the_leaf_and_the_remedy():
 
 def test_sharding_examples_run():
   assert doctest.testmod(coat_jax.optimizer.sharding).failed == 0
-
-
-def test_shardings_are_paired_by_name_if_their_order_differs():
-  mesh = make_mesh()
-  where = {
-    "a": NamedSharding(mesh, P("fsdp")),
-    "b": NamedSharding(mesh, P(None, "fsdp")),
-  }
-  shape = jax.ShapeDtypeStruct((512, 1024), jnp.float32)
-  params = collections.OrderedDict(b=shape, a=shape)
-  state = abstract_state(coat_adamw(1e-2).init, params, where)
-  codes = state[0].mu.codes
-  assert {name: codes[name].sharding for name in where} == where
