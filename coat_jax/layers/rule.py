@@ -147,8 +147,14 @@ def _differentiated_once[Tree](tree: Tree, recipe: CoatRecipe) -> Tree:
   """
   if recipe.name == "bf16":
     return tree
+
+  def of(x):
+    is_float = jnp.issubdtype(x.dtype, jnp.floating)
+    # Autodiff would save integers, such as positions, twice.
+    return _without_derivative(x) if is_float else x
+
   # One call per array, so that a checkpoint recomputes only what it needs.
-  return jax.tree.map(_without_derivative, tree)
+  return jax.tree.map(of, tree)
 
 
 @jax.custom_vjp
