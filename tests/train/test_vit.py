@@ -91,7 +91,7 @@ def _empty(folder):
 
 def _one_class(folder):
   shutil.rmtree(folder / "train/cat")
-  return "two classes in {}/train, got dog; add folders"
+  return "{}/train must contain folders of at least two classes, got dog; add"
 
 
 def _none(folder):
