@@ -75,9 +75,10 @@ def losses(
   found: dict[int, list] = {}
   for row in rows:
     case = row["case"]
-    if row["bench"] == f"{BENCH}.losses" and case["candidate"] == name:
-      if case["preset"] == preset:
-        found.setdefault(case["seed"], []).append(row[key])
+    if row["bench"] != f"{BENCH}.losses":
+      continue
+    if (case["preset"], case["candidate"]) == (preset, name):
+      found.setdefault(case["seed"], []).append(row[key])
   return {
     seed: None if None in each else math.fsum(each) / len(each)
     for seed, each in sorted(found.items())

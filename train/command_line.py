@@ -26,6 +26,12 @@ def times_given(option: str, words: Sequence[str]) -> int:
   return list(given).count(f"--{option.replace('_', '-')}")
 
 
+def check_given_once(option: str, words: Sequence[str], remedy: str) -> None:
+  """Refuses an option that is given several times; tyro would use the last."""
+  if times_given(option, words) > 1:
+    raise ValueError(f"--{option} was given several times; {remedy}")
+
+
 def read_options(
   kind: Any,
   command: str,

@@ -17,7 +17,7 @@ See docs/finetune.md, and docs/vision.md for the two stages of LLaVA.
 import sys
 from collections.abc import Sequence
 
-from train.command_line import read_options, times_given
+from train.command_line import check_given_once, read_options
 from train.conversations import load
 from train.finetune_config import FinetuneConfig
 from train.loop import run_command
@@ -29,12 +29,8 @@ Fine-tunes a Hugging Face checkpoint on conversations.
 
 
 def read(words: Sequence[str]) -> FinetuneConfig:
-  if times_given("data", words) > 1:
-    # tyro would use only the last --data.
-    raise ValueError(
-      "--data was given several times; name all files after one --data: "
-      "--data a.jsonl b.jsonl"
-    )
+  remedy = "name all files after one --data: --data a.jsonl b.jsonl"
+  check_given_once("data", words, remedy)
   return read_options(FinetuneConfig, "finetune", words, _DESCRIPTION)
 
 

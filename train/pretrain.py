@@ -13,7 +13,7 @@ import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 
-from train.command_line import one_of, read_options, times_given
+from train.command_line import check_given_once, one_of, read_options
 from train.config import TrainConfig
 from train.data.batches import split_windows
 from train.data.tokens import load_tokens
@@ -29,12 +29,8 @@ Trains a language model; each preset's --help lists its options.
 
 
 def read(words: Sequence[str]) -> TrainConfig:
-  if times_given("data.path", words) > 1:
-    # tyro would use only the last --data.path.
-    raise ValueError(
-      "--data.path was given several times; put the files into one folder, or "
-      "pass a glob"
-    )
+  remedy = "put the files into one folder, or pass a glob"
+  check_given_once("data.path", words, remedy)
   presets = one_of(PRESETS, _for_optimizer(words))
   return read_options(presets, "pretrain", words, _DESCRIPTION)
 

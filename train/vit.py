@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from PIL import Image
 
-from train.command_line import one_of, read_options
+from train.command_line import check_given_once, one_of, read_options
 from train.data.images import Preprocessing
 from train.data.labelled import (
   THREADS,
@@ -37,6 +37,7 @@ Trains a vision transformer to classify images.
 
 
 def read(words: Sequence[str]) -> VitConfig:
+  check_given_once("data", words, "put all images into one folder")
   return read_options(one_of(PRESETS), "vit", words, _DESCRIPTION)
 
 

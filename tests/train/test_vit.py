@@ -138,6 +138,16 @@ def test_bad_images_are_refused_and_nothing_is_written(
   assert not (tmp_path / "out").exists()
 
 
+def test_data_given_twice_is_refused(tmp_path, capsys):
+  folder, out = write_folder(tmp_path / "images"), tmp_path / "out"
+  with pytest.raises(SystemExit, match="2"):
+    vit.main([*line(folder, out), "--data", str(folder)])
+  assert "--data was given several times; put all images" in (
+    capsys.readouterr().err
+  )
+  assert not out.exists()
+
+
 def test_held_out_share_is_refused_next_to_a_held_out_folder(tmp_path, capsys):
   folder, out = write_folder(tmp_path / "images"), tmp_path / "out"
   assert vit.main(line(folder, out, held_out=0.3)) == 2

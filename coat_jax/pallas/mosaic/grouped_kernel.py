@@ -119,9 +119,7 @@ class Memory(NamedTuple):
   a_smem: Any
   b_smem: Any
   out_smem: Any  # Pieces of the result, for each warpgroup.
-  edge_smem: (
-    Any  # For each warpgroup, a tile of which only some rows are copied.
-  )
+  edge_smem: Any  # For each warpgroup, 64 rows, of which some are copied.
   loaded: Any  # A barrier per wave and stage: completes when its copies end.
   free: Any  # A barrier per stage: completes when both warpgroups have read.
 

@@ -77,9 +77,7 @@ def _kernel(g_gmem, *gmem, sizes: Sizes, tiles: int, on: Instructions) -> None:
   first = strip * sizes.periods + chunk * tiles
   first = first * sizes.period + tile * ROWS
   count = tiles
-  if (
-    sizes.periods % tiles
-  ):  # Programs of a strip's last chunk have fewer tiles.
+  if sizes.periods % tiles:  # The programs of the last chunk have fewer.
     count = jnp.minimum(tiles, sizes.periods - chunk * tiles)
 
   def add(i, total):
