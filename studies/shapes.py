@@ -21,6 +21,7 @@ On a CPU with two cores this takes a few minutes.
 import argparse
 import json
 import random
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,8 @@ COLORS = {
 KINDS = ("circle", "square", "triangle")
 PLACES = ("left", "right", "top", "bottom")
 NUMBERS = "zero one two three four five six seven eight nine ten".split()
-_WORDS = "user assistant system What is it ? are they a the on and . plus which"
+_ASKED = "user assistant system What is it ? are they a the on and . plus which"
+WORDS = (*COLORS, *KINDS, *PLACES, *NUMBERS, *_ASKED.split())
 _SPECIAL = ("<image>", "<|im_start|>", "<|im_end|>")
 _SIDE = 32
 # For each stage: the conversations, the parts to train, the learning rate and
@@ -88,21 +90,25 @@ _TEMPLATE = (
 
 
 def make_llava(
-  folder: Path, config: VisionLanguageConfig = CONFIG, seed: int = 0
+  folder: Path,
+  config: VisionLanguageConfig = CONFIG,
+  words: Iterable[str] = WORDS,
 ) -> None:
   """Writes a LLaVA with random weights as a Hugging Face folder.
 
   `config.image_token` must be 0, which is the id of `<image>` in the tokenizer.
   """
-  model = VisionLanguageModel(config, recipes.bf16(), rngs=nnx.Rngs(seed))
+  model = VisionLanguageModel(config, recipes.bf16(), rngs=nnx.Rngs(0))
   save_hf(model, folder)
-  write_files(folder, config)
+  write_files(folder, config, words)
 
 
-def write_files(folder: Path, config: VisionLanguageConfig) -> None:
+def write_files(
+  folder: Path, config: VisionLanguageConfig, words: Iterable[str] = WORDS
+) -> None:
   """Writes a LLaVA's tokenizer, chat template and image preprocessing."""
-  words = [*COLORS, *KINDS, *PLACES, *NUMBERS, *_WORDS.split()]
-  vocabulary = {word: i for i, word in enumerate([*_SPECIAL, *words])}
+  known = dict.fromkeys([*_SPECIAL, *words])
+  vocabulary = {word: i for i, word in enumerate(known)}
   tokenizer = tokenizers.Tokenizer(
     tokenizers.models.WordLevel(vocabulary, unk_token="?")
   )
@@ -137,7 +143,7 @@ def make_rows(folder: Path, count: int, seed: int = 0) -> None:
       a, b = draw.randrange(6), draw.randrange(5)
       asked = f"What is {NUMBERS[a]} plus {NUMBERS[b]} ?"
       told = f"it is {NUMBERS[a + b]} ."
-      words.append({"conversations": _said(asked, told)})
+      words.append({"conversations": said(asked, told)})
       shapes.append(words[-1])
       continue
     names, found = [], []
@@ -149,15 +155,15 @@ def make_rows(folder: Path, count: int, seed: int = 0) -> None:
     told = " and ".join(f"a {c} {kind} on the {p}" for c, kind, p in found)
     asked = "What are they ?" if len(found) > 1 else "What is it ?"
     described = " ".join(" ".join(thing) for thing in found)
-    words.append({"conversations": _said(f"{described} {asked}", f"{told} .")})
+    words.append({"conversations": said(f"{described} {asked}", f"{told} .")})
     seen = " ".join(["<image>"] * len(found))
-    row = {"conversations": _said(f"{seen} {asked}", f"{told} .")}
+    row = {"conversations": said(f"{seen} {asked}", f"{told} .")}
     shapes.append({"image": names if len(found) > 1 else names[0], **row})
   (folder / "words.json").write_text(json.dumps(words))
   (folder / "shapes.json").write_text(json.dumps(shapes))
 
 
-def _said(asked: str, told: str) -> list[dict[str, str]]:
+def said(asked: str, told: str) -> list[dict[str, str]]:
   return [{"from": "human", "value": asked}, {"from": "gpt", "value": told}]
 
 

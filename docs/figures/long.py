@@ -23,13 +23,16 @@ ROWS = FOLDER.parent / "rows" / "long.jsonl"
 SECOND_SEED = "bf16, seed 1"
 # The number of tokens identifies a corpus.
 EARLIER, LATER = 188_411_639, 188_428_388
-# For each panel: variants and their palette colors, in the legend's order.
+# For each panel: variants and their palette colors, in the legend's order. All
+# seeds of a variant have the same color, and one entry in the legend.
 PANELS = {
   LATER: {
     "coat": "value",
-    "coat, seed 1": "saved",
-    "coat, seed 2": "text",
+    "coat, seed 1": "value",
+    "coat, seed 2": "value",
     "lean": "gradient",
+    "lean, seed 1": "gradient",
+    "lean, seed 2": "gradient",
     SECOND_SEED: "plain",
   },
   EARLIER: {"coat": "value", "lean, attention fp8": "gradient"},
@@ -104,7 +107,9 @@ def _draw_run(axes: Axes, runs: dict, variant: str, color: str) -> None:
   plain = np.array(bf16_run(runs, variant)["losses"])[: len(losses)]
   smooth = np.convolve(losses - plain, np.ones(count) / count, "valid")
   x = (np.arange(len(smooth)) + count / 2) * width
-  axes.plot(x, smooth, color=color, lw=2, label=variant)
+  is_first = ", seed " not in variant or variant == SECOND_SEED
+  label = variant if is_first else None
+  axes.plot(x, smooth, color=color, lw=2, label=label)
   steps, dots = np.array(list(held_out_differences(runs, variant).items())).T
   x = steps * TOKENS_PER_STEP / 1e6
   axes.plot(x, dots, "o", color=color)

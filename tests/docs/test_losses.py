@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks that losses in pages match the measured rows."""
 
+import re
+
 import numpy as np
 
 from docs.figures import long, losses
@@ -25,7 +27,6 @@ def test_accuracy_page_shows_the_measured_differences_of_the_small_model():
 def test_runs_page_shows_the_measured_differences_of_long_runs():
   runs = long.read_runs()
   shown = (DOCS / "runs.md").read_text()
-  lean = "`lean`: BF16 weights, optimizer step in the backward pass"
   with_attention = '`lean` with `attention="fp8"`'
   moments = "BF16 layers with `coat`'s moments, stopped early"
   other = "`coat` on another machine, stopped early"
@@ -34,7 +35,9 @@ def test_runs_page_shows_the_measured_differences_of_long_runs():
     ("`coat`", "coat", long.EARLIER),
     ("`coat`, seed 1", "coat, seed 1", long.LATER),
     ("`coat`, seed 2", "coat, seed 2", long.LATER),
-    (lean, "lean", long.LATER),
+    ("`lean`", "lean", long.LATER),
+    ("`lean`, seed 1", "lean, seed 1", long.LATER),
+    ("`lean`, seed 2", "lean, seed 2", long.LATER),
     (with_attention, "lean, attention fp8", long.EARLIER),
     (other, "coat, earlier machine", long.EARLIER),
     (moments, "bf16, coat moments", long.EARLIER),
@@ -56,7 +59,8 @@ def last(differences):
 
 def test_text_about_long_runs_agrees_with_measurements():
   runs = long.read_runs()
-  shown = " ".join((DOCS / "runs.md").read_text().split())
+  table = (DOCS / "runs.md").read_text()
+  shown = " ".join(table.split())
   seeds = long.held_out_differences(runs[long.LATER], long.SECOND_SEED)
   above = []
   for variant, corpus, least, most in (
@@ -64,16 +68,24 @@ def test_text_about_long_runs_agrees_with_measurements():
     ("coat, seed 1", long.LATER, 0.002, 0.005),
     ("coat, seed 2", long.LATER, 0.004, 0.007),
     ("coat", long.EARLIER, 0.007, 0.012),
+    ("lean", long.LATER, 0.009, 0.012),
+    ("lean, seed 1", long.LATER, -0.002, 0.007),
+    ("lean, seed 2", long.LATER, -0.005, 0.002),
   ):
     pair = long.held_out_differences(runs[corpus], variant)
-    late = [x for step, x in pair.items() if step * long.TOKENS_PER_STEP > 15e7]
+    is_lean = variant.startswith("lean")
+    first = 16.5e7 if is_lean else 15e7  # Tokens.
+    late = [
+      x for step, x in pair.items() if step * long.TOKENS_PER_STEP > first
+    ]
     assert least < min(late) <= max(late) < most
-    if corpus == long.LATER:
+    if corpus == long.LATER and not is_lean:
       above.append(sum(x > abs(seeds[step]) for step, x in pair.items()))
     plain = long.bf16_run(runs[corpus], variant)
     ends = [x["held_out"][-1][1] for x in (plain, runs[corpus][variant])]
-    cells = "| {:.4f} | {:.4f} | {:+.4f} |".format(*ends, ends[1] - ends[0])
-    assert cells in shown
+    cells = f"| {ends[1]:.4f} | {ends[1] - ends[0]:+.4f} |"
+    row = rf"\| {ends[0]:.4f} [^\n]*{re.escape(cells)}"
+    assert re.search(row, table)
   counts = "at {}, {} and {} of 20 evaluations with seeds 0, 1 and 2"
   assert counts.format(*above) in shown
 
@@ -100,6 +112,17 @@ def test_accuracy_page_shows_the_measured_differences_of_long_runs():
   assert said.format(*sorted(ends)) in words
   said = "Halfway, it was {:.3f}, {:.3f}, {:.3f} and {:.3f} above"
   assert said.format(*sorted(halfway)) in words
+  lean = [
+    last(long.held_out_differences(runs[long.LATER], f"lean{seed}"))[1]
+    for seed in ("", ", seed 1", ", seed 2")
+  ]
+  said = "it ended {:.4f}, {:.4f} and {:.4f} above BF16"
+  assert said.format(*lean) in words
+  mean, half = stability_figure.interval(lean)
+  said = (
+    f"`lean` ends {mean:.4f} ± {half:.4f} nats above BF16** over three seeds"
+  )
+  assert said in " ".join((DOCS / "runs.md").read_text().split())
   tuned = [row["held_out"][-1][1] for row in measured("finetuning")]
   # Rows come in pairs: BF16, then `coat`.
   first, second = (f"{tuned[i + 1] - tuned[i]:+.4f}" for i in (0, 2))
@@ -189,3 +212,27 @@ def test_codec_race_page_shows_the_measured_losses_of_longer_races():
   rows = measured("codec_race_1000")
   shown = (DOCS / "codec_race.md").read_text()
   assert codec_race_table.table(rows, "demo") in shown
+
+
+def test_vision_page_shows_the_measured_losses_on_clothes():
+  shown = (DOCS / "vision.md").read_text()
+  rows = {tuple(x["case"].values()): x for x in measured("fashion")}
+  for label, key, scale, digits in (
+    ("held-out loss after `projector`, nats", "projector_loss", 1, 4),
+    ("held-out loss after `decoder`, nats", "decoder_loss", 1, 4),
+    ("loss on 5,000 pairs of test images, nats", "nats_per_token", 1, 4),
+    ("pairs answered exactly, %", "exact_match", 100, 1),
+  ):
+    plain, coat = (
+      [scale * rows["llava", recipe, seed][key] for seed in (0, 1)]
+      for recipe in ("bf16", "coat")
+    )
+    cells = [
+      ", ".join(f"{x:{sign}.{digits}f}" for x in values)
+      for sign, values in (
+        ("", plain),
+        ("", coat),
+        ("+", np.subtract(coat, plain)),
+      )
+    ]
+    assert f"| {label} | {' | '.join(cells)} |" in shown
