@@ -100,9 +100,9 @@ UNEVEN = Sizes(
   quantized=(48, 672),
   group_sizes=(32,),
 )
-# No kernel supports the cases with these sizes. Two kernels support the sizes,
+# No kernel supports cases with these sizes. Three kernels support the sizes,
 # but not the dtypes: `grouped_wgrad` does not support f32, and `quantize_rows`
-# does not support E5M2, which `elementwise_cases` uses.
+# and `quantize_experts` do not support E5M2, which their cases use.
 ODD = Sizes(
   batch=1,
   seq=3,

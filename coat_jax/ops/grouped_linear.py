@@ -22,12 +22,38 @@ from coat_jax.numerics.scaling import (
   Operand,
   PerTensor,
 )
-from coat_jax.ops.dispatch import op
+from coat_jax.ops.dispatch import kernel, op
 from coat_jax.ops.grouped import ragged_product
 from coat_jax.ops.linear import shapes_of
+from coat_jax.ops.quantize import cast_rows, why_not_cast
 
 
-@op()
+def _why_not_cast(scaling, **_) -> str | None:
+  if type(scaling) is not PerTensor:
+    return f"needs a scale per tensor, got {type(scaling).__name__}"
+  return why_not_cast(scaling.dtype)
+
+
+@kernel(_why_not_cast)
+def _cast_experts(
+  w: Array,
+  *,
+  scaling: PerTensor = VALUES,
+  scale: Array | None = None,
+  layout: Layout = "rows",
+) -> Operand:
+  """Computes `quantize_experts` like `quantize_rows`, in one XLA pass."""
+  if scale is None:
+    scale = jax.vmap(scaling.find_scale)(w)
+  rows = cast_rows(w, scale=scale[:, None, None], dtype=scaling.dtype)
+  return Operand(
+    rows=None if layout == "columns" else rows,
+    columns=None if layout == "rows" else jnp.swapaxes(rows, 1, 2),
+    scale=scale,
+  )
+
+
+@op(cuda=_cast_experts)
 def quantize_experts(
   w: Array,
   *,

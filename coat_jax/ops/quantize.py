@@ -44,7 +44,8 @@ def tensor_scale(x: Array, *, scaling: Scaling = VALUES) -> Scales | None:
   return scaling.find_scale(x)
 
 
-def _why_not_cast(dtype, **_) -> str | None:
+def why_not_cast(dtype, **_) -> str | None:
+  """Returns why a GPU cannot cast f32 to this dtype in one instruction."""
   if dtype == E4M3:
     return why_not_before(FP8, "a cast to E4M3 in one instruction")
   return (
@@ -53,8 +54,8 @@ def _why_not_cast(dtype, **_) -> str | None:
   )
 
 
-@kernel(_why_not_cast)
-def _cast_rows(x: Array, *, scale: Array, dtype: DTypeLike = E4M3) -> Array:
+@kernel(why_not_cast)
+def cast_rows(x: Array, *, scale: Array, dtype: DTypeLike = E4M3) -> Array:
   """Computes `quantize_rows` with the FP8 cast instruction of GPUs.
 
   `formats.saturating_cast` rounds to the format's grid in f32 before it casts,
@@ -68,7 +69,7 @@ def _cast_rows(x: Array, *, scale: Array, dtype: DTypeLike = E4M3) -> Array:
   return jnp.clip(values, -qmax(dtype), qmax(dtype)).astype(dtype)
 
 
-@op(cuda=_cast_rows)
+@op(cuda=cast_rows)
 def quantize_rows(x: Array, *, scale: Array, dtype: DTypeLike = E4M3) -> Array:
   """Quantizes [..., n] like `quantize_tensor`'s rows, in one XLA pass.
 

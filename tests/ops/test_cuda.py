@@ -8,8 +8,10 @@ import pytest
 
 from coat_jax import ops
 from coat_jax.numerics.formats import E4M3
+from coat_jax.numerics.scaling import GRADIENTS, Blocks
+from coat_jax.ops.dispatch import Unsupported
 from tests import cases
-from tests.comparing import jit
+from tests.comparing import assert_same_bits, jit
 from tests.pallas.kernels import assert_same_codes, lowered_for_h200
 
 
@@ -37,8 +39,43 @@ def test_plain_cast_matches_the_definition(x, scale, dtype):
   assert_same_codes(actual, whole.rows)
 
 
+@pytest.mark.parametrize("layout", ["rows", "columns", "both"])
+@pytest.mark.parametrize("has_scale", [False, True])
+def test_plain_cast_of_experts_matches_the_definition(layout, has_scale):
+  w = jnp.asarray(cases.activations((3, 64, 96)), jnp.bfloat16)
+  w = w * jnp.asarray([1, 1e-3, 0], w.dtype)[:, None, None]
+  scale = jnp.float32([0.0137, 1e-4, 1]) if has_scale else None
+  actual, expected = (
+    jit(run, static_argnames="layout")(w, scale=scale, layout=layout)
+    for run in (
+      ops.quantize_experts.kernel("cuda"),
+      ops.quantize_experts.definition,
+    )
+  )
+  assert_same_bits(actual.scale, expected.scale)
+  for x, y in (
+    (actual.rows, expected.rows),
+    (actual.columns, expected.columns),
+  ):
+    assert (x is None) == (y is None)
+    if x is not None:
+      assert_same_codes(x, y)
+
+
+def test_plain_cast_of_experts_needs_e4m3_and_a_scale_per_tensor():
+  w = jnp.ones((2, 32, 32))
+  for scaling, why in ((GRADIENTS, "a cast to"), (Blocks(), "per tensor")):
+    with pytest.raises(Unsupported, match=why):
+      ops.quantize_experts.kernel("cuda")(w, scaling=scaling)
+
+
 def test_program_for_a_gpu_does_not_round_before_the_cast():
   x = jax.ShapeDtypeStruct((32, 64), jnp.bfloat16)
   scale = jax.ShapeDtypeStruct((), jnp.float32)
-  text = lowered_for_h200(lambda x, s: ops.quantize_rows(x, scale=s), x, scale)
-  assert "round" not in text and "divide" in text
+  w = jax.ShapeDtypeStruct((2, 32, 64), jnp.bfloat16)
+  for fn, args in (
+    (lambda x, s: ops.quantize_rows(x, scale=s), (x, scale)),
+    (lambda w: ops.quantize_experts(w).rows, (w,)),
+  ):
+    text = lowered_for_h200(fn, *args)
+    assert "round" not in text and "divide" in text
