@@ -38,6 +38,10 @@ def update(
 ) -> tuple[BackwardStep, Any]:
   """Computes all gradients, and then updates all trained parameters."""
   loss, grads = _mean_gradients(config, graph, mesh, state.params, batch)
+  if mesh is not None:
+    # Without barriers, XLA fuses the write of the last layer's gradients into
+    # the reductions below, and copies all layers' gradients.
+    grads = jax.tree.map(jax.lax.optimization_barrier, grads)
   is_finite = finite_leaves(grads)
   scale, clip_state, exact = jnp.float32(1), state.clip, state.exact
   if clip := config.optim.clipping():
