@@ -36,7 +36,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from benchmarks import aot, planned
+from benchmarks import aot, planned, training_step
 from benchmarks import arguments as args
 from benchmarks.harness import emit
 from coat_jax import coat_adamw, codecs, recipes
@@ -165,15 +165,16 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     if name == "residuals":
       command.add_argument("--tokens", type=args.count, default=256)
   command = commands.add_parser("plan")
-  for option, values in (
-    ("presets", list(planned.LOADS)),
-    ("gpus", planned.GPUS),
-    ("variants", planned.VARIANTS),
+  for option, values, choices in (
+    ("presets", list(planned.LOADS), planned.LOADS),
+    ("variants", planned.VARIANTS, training_step.VARIANTS),
   ):
-    kind = type(values[0])
     command.add_argument(
-      f"--{option}", nargs="+", type=kind, choices=values, default=values
+      f"--{option}", nargs="+", choices=choices, default=values
     )
+  command.add_argument(
+    "--gpus", nargs="+", type=args.count, default=planned.GPUS
+  )
   return parser.parse_args(arguments)
 
 

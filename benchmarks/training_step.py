@@ -22,6 +22,7 @@ _LEAN = dict(recipe="coat", params="bfloat16", optimizer_in_backward=True)
 VARIANTS = {
   "bf16": dict(recipe="bf16"),
   "bf16_dots": dict(recipe="bf16", remat="dots"),
+  "bf16_full": dict(recipe="bf16", remat="full"),
   "fp8_linear": dict(recipe="fp8_linear"),
   "block": dict(recipe="fp8_block"),
   "coat": dict(recipe="coat", residuals="coat"),

@@ -47,3 +47,10 @@ def test_whole_steps_match_the_rows():
   ]
   shown = table(PAGE, "## What whole steps take")
   assert len(shown) == 20 and all(cells in known for cells in shown)
+
+
+def test_errors_of_steps_with_recomputation_match_the_rows():
+  # docs/plan.md states these errors.
+  errors = sorted(abs(row["error"]) for row in measured("plan_remat"))
+  assert len(errors) == 144 and errors[72] <= 0.003
+  assert errors[139] <= 0.032 and errors[143] <= 0.117

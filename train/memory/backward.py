@@ -20,6 +20,10 @@ from coat_jax.numerics.recipes import CoatRecipe
 from train.memory.count import saved_bytes
 
 F32, BF16 = 4, 2  # Bytes per value.
+_HOST = 8  # GPUs of a host.
+# XLA sums all gradients of a layer at once if their sums have at most this many
+# bytes on each GPU (ReduceScatterCombiner's default).
+_COMBINED = 30 * 2**20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,9 +37,13 @@ class Layer:
   fsdp: int = 1  # Number of GPUs over which a weight's rows are split.
   tensor: int = 1  # Number of GPUs over which heads and columns are split.
   expert: int = 1  # Number of GPUs over which the experts are distributed.
-  is_on_mesh: bool = False  # Whether the step runs on several GPUs.
+  gpus: int = 1  # Number of GPUs of the mesh.
   remat: Remat = "none"
   optimizer_in_backward: bool = False
+
+  @property
+  def is_on_mesh(self) -> bool:
+    return self.gpus > 1
 
   @property
   def experts(self) -> int:
@@ -69,6 +77,12 @@ class Layer:
     return BF16 * self.model.d_model * self.tokens / self.tensor
 
   @property
+  def key(self) -> float:
+    """Counts the bytes of the keys in BF16; the values have as many."""
+    width = self.model.num_kv_heads * self.model.head_width
+    return BF16 * width * self.tokens / self.tensor
+
+  @property
   def inner(self) -> float:
     """Counts the values of gate for all copies of tokens; up has as many."""
     # A token has one copy for each of its experts. If experts are distributed,
@@ -88,6 +102,31 @@ class Layer:
     axes = self.recipe.axes
     in_bf16 = axes is not None and axes.grad_dtype == "bfloat16"
     return BF16 if in_bf16 else F32
+
+  @property
+  def unsummed(self) -> float:
+    """Counts the values of gradients that GPUs sum while the next layer runs.
+
+    This is the count at the peak of the next layer's MLP.
+    """
+    every = sum(self.weights.values())
+    if self.gpus <= _HOST or self.sums_at_once:
+      return every
+    # On several hosts, XLA waits for the sum of gate_up's gradient first.
+    return every - self.weights["gate_up"]
+
+  @property
+  def unsummed_last(self) -> float:
+    """Counts the values that are left of `unsummed` after the last layer."""
+    if self.gpus <= _HOST and not self.sums_at_once:
+      return self.weights["gate_up"]
+    return self.unsummed
+
+  @property
+  def sums_at_once(self) -> bool:
+    """Returns whether XLA sums all gradients of a layer at the same time."""
+    every = sum(self.weights.values())
+    return self.grad_value * every / self.fsdp <= _COMBINED
 
   @property
   def is_recomputed(self) -> bool:
@@ -126,10 +165,17 @@ def layer_backward(layer: Layer) -> float:
   """Returns a layer's peak bytes in addition to what all layers save."""
   if layer.recipe.nonlinear == "fp8":
     return _coat_backward(layer)
-  again = layer.saved() if layer.is_recomputed else 0.0
+  backward = _fp8_linear_backward
   if layer.recipe.linear == "bf16":
-    return again + _bf16_backward(layer)
-  return again + _fp8_linear_backward(layer)
+    backward = _bf16_backward
+  if not layer.is_recomputed:
+    return backward(layer)
+  if layer.recipe.linear == "bf16":
+    return _bf16_recomputed(layer)
+  if not layer.is_on_mesh:
+    return layer.saved() + backward(layer)
+  # The recomputed gate and up, queries, keys, values, output and operands.
+  return backward(layer) + 4 * layer.inner + 4.5 * layer.unit + 2 * layer.key
 
 
 # The coefficients below are for a gated MLP. GPT-2's MLP has no gate, but the
@@ -154,6 +200,25 @@ def _bf16_backward(layer: Layer) -> float:
   mlp = BF16 * (4 * inner + layer.gathered * weights["gate_up"])
   attention = BF16 * (3 * inner + layer.gathered * weights["qkv"])
   return max(mlp, attention + 6 * unit) + 10 * unit
+
+
+def _bf16_recomputed(layer: Layer) -> float:
+  """Counts the bytes while a recomputed BF16 layer is differentiated."""
+  inner, unit, weights = layer.inner, layer.unit, layer.weights
+  is_gated = getattr(layer.model.choices, "is_gated", False)
+  gate_up = (1 + is_gated) * inner
+  # The MLP's peak has, in BF16: gate and up, their gradients, the product's
+  # gradient, and the weights. Other arrays have the residual stream's shape, or
+  # that of keys and values. Attention's peak has the gradients of queries, keys
+  # and values instead of the product's gradient.
+  mlp = BF16 * (2 * gate_up + inner + weights["gate_up"])
+  mlp += 6 * unit + 2 * layer.key
+  if layer.experts:
+    mlp += 4 * layer.rows + 2 * unit
+  attention = BF16 * 2 * gate_up + 8 * unit + 4 * layer.key
+  if not is_gated:  # GPT-2's biases and LayerNorms need further arrays.
+    attention += 4 * unit
+  return max(mlp, attention) + BF16 * (weights["qkv"] + weights["out"])
 
 
 def _fp8_linear_backward(layer: Layer) -> float:
@@ -196,9 +261,13 @@ def _coat_on_mesh(layer: Layer) -> float:
     # point.
     mlp += 2.25 * inner + 0.5 * unit
   if not layer.optimizer_in_backward:
-    # XLA sums the weights' gradients over GPUs while the next layer runs, so
-    # all four gradients are alive throughout.
-    return mlp + layer.grad_value * every
+    return mlp + layer.grad_value * layer.unsummed
+  if layer.sums_at_once:
+    # The peak holds all gradients of weights, the operands of qkv's matmul for
+    # the gradient of its input (weights in E4M3, gradients in E5M2), and the
+    # gradients of the residual stream, before and after.
+    last = layer.grad_value * every + weights["qkv"]
+    return max(mlp, last + 3.5 * unit + layer.key)
   # The peak holds two gradients that are not summed over GPUs yet, the GPU's
   # shards of three summed gradients, and operands of the gradients' matmuls.
   whole, operands = gate_up + weights["qkv"], 2 * inner

@@ -160,7 +160,7 @@ def _plan_decoder(
     fsdp=sizes.get("fsdp", 1),
     tensor=sizes.get("tensor", 1),
     expert=sizes.get("expert", 1),
-    is_on_mesh=math.prod(sizes.values()) > 1,
+    gpus=math.prod(sizes.values()),
     remat=config.remat,
     optimizer_in_backward=config.optimizer_in_backward,
   )
@@ -201,12 +201,10 @@ def _plan_decoder(
     )
 
   in_backward = layer_backward(layer) + _head_in_backward(layer)
-  # The embedding's gradient in BF16, and on a mesh also in f32.
-  in_embedding = (BF16 + F32 * layer.is_on_mesh) * _head(layer)
   return {
     "loss": memory(0, kept, _loss_bytes(layer, batch, config.seq)),
     "backward": memory(of_layers, kept, in_backward),
-    "embedding": memory(of_all, 0, in_embedding),
+    "embedding": memory(of_all, 0, _embedding_bytes(layer)),
   }
 
 
@@ -235,17 +233,40 @@ def _loss_bytes(layer: Layer, batch: int, seq: int) -> float:
   return total
 
 
+def _embedding_bytes(layer: Layer) -> float:
+  """Counts the temporary bytes while the embedding's gradient is computed."""
+  head = _head(layer)
+  total: float = BF16 * head  # The gradient of the lookup.
+  if layer.is_on_mesh:
+    total += F32 * head  # The gradient in f32, before it is summed over GPUs.
+    if layer.recipe.linear == "fp8" and not layer.optimizer_in_backward:
+      total += layer.grad_value * layer.unsummed_last
+  elif not layer.optimizer_in_backward:
+    # If the embedding is tied to the output weights: the loss's share of their
+    # gradient. With BF16 layers, XLA also allocates zeros.
+    model: Any = layer.model
+    count = 2 if layer.recipe.linear == "bf16" else 1
+    total += F32 * count * head * model.tied_embeddings
+  return total
+
+
 def _head_in_backward(layer: Layer) -> float:
   """Counts the bytes of the output weights' gradient in the backward pass."""
   head = _head(layer)
   summed = layer.value * head / layer.fsdp  # This GPU's shard of the sum.
+  model: Any = layer.model
   if not layer.optimizer_in_backward:
+    if layer.recipe.linear == "bf16" and layer.is_recomputed:
+      # Before XLA differentiates the layers, it allocates zeros for the
+      # embedding's gradient: in BF16 on a mesh; on one GPU in BF16 and in f32,
+      # but only if the embedding is tied.
+      alone = (BF16 + F32) * model.tied_embeddings
+      summed += (BF16 if layer.is_on_mesh else alone) * head
     return summed
   # The optimizer has updated the output weights, and their gradient is freed,
   # except if they are tied to the embedding: then the gradient of the lookup is
   # added to it later. XLA may allocate zeros for the embedding's gradient
   # before it differentiates the layers.
-  model: Any = layer.model
   return summed * model.tied_embeddings + BF16 * head
 
 

@@ -5,18 +5,22 @@ tests/aot/test_plan.py compares the total with the compiler's.
 """
 
 import dataclasses
+import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding
 
+from benchmarks import training_step
 from coat_jax import recipes
 from tests.train.memory.runs import Case
 from train.memory.count import saved_bytes
 from train.memory.step import Memory, device_bytes, fullest, largest, plan
 from train.presets import PRESETS
 
+ROWS = Path(__file__).parents[3] / "docs" / "rows"
 SIZES = dict(d_model=256, d_ff=768, num_heads=8, num_kv_heads=2)
 SMALL = Case("demo", 1_000_000, 2, 512, vocab_size=4096, **SIZES)
 LAYERS = 4 * (256 * (384 + 256) + 3 * 256 * 768)
@@ -142,3 +146,19 @@ def test_largest_batch_fits_and_one_more_does_not(megabytes):
 
   assert most == 0 or peak(most) <= megabytes * 1e6
   assert peak(most + 1) > megabytes * 1e6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "name, most", [("plan", 0.046), ("plan_remat", 0.117), ("lean", 0.04)]
+)
+def test_plans_are_near_the_rows_of_compiled_steps(name, most):
+  for line in (ROWS / f"{name}.jsonl").read_text().splitlines():
+    row = json.loads(line)
+    case = dict(row["case"])
+    preset, variant = case.pop("preset"), case.pop("variant")
+    gpus, _ = case.pop("gpus"), case.pop("compiled_for")
+    mesh = f"fsdp={gpus}" if gpus > 1 else ""
+    config = training_step.configure(preset, variant, mesh=mesh, **case)
+    planned = fullest(plan(config))[1].total
+    assert planned == pytest.approx(row["peak_bytes"], rel=most), row

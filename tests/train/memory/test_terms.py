@@ -120,13 +120,78 @@ def test_gradients_summed_in_bf16_need_half_the_bytes(name):
   assert f32 - bf16 == 2 * LLAMA2_7B.layer
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp8_linear"])
-def test_recomputation_adds_what_one_layer_saves(name):
+def test_second_forward_of_fp8_linears_adds_what_one_layer_saves():
   none, again = (
-    LLAMA2_7B.plan(name, 4, remat=remat)["backward"].temporary
+    LLAMA2_7B.plan("fp8_linear", remat=remat)["backward"].temporary
     for remat in ("none", "full")
   )
-  assert abs(again - none - LLAMA2_7B.kept(name)) <= 1
+  assert abs(again - none - LLAMA2_7B.kept("fp8_linear")) <= 1
+
+
+# Compiled with `benchmarks.training_step` for H200s.
+LLAMA_130M = Case("llama_130m", 134_105_856, batch=16, seq=1024)
+LLAMA3_70B = Case(
+  "llama3_8b",
+  70_553_706_496,
+  batch=1,
+  seq=8192,
+  num_layers=80,
+  d_model=8192,
+  d_ff=28672,
+  num_heads=64,
+)
+
+
+@pytest.mark.parametrize(
+  "case, gpus, is_in_mlp, compiled",
+  [
+    (LLAMA2_7B, 1, True, 109_400_212_144),
+    (LLAMA2_7B, 8, True, 15_787_033_264),
+    (LLAMA3_70B, 64, True, 34_872_689_324),
+    (LLAMA_130M, 4, False, 1_438_863_080),
+  ],
+)
+def test_recomputed_bf16_layers_equal_their_arrays(
+  case, gpus, is_in_mlp, compiled
+):
+  a, u = case.a, case.u
+  model = case.model
+  k = u * model.num_kv_heads / model.num_heads  # As many bytes as v.
+  out = model.d_model**2
+  if is_in_mlp:
+    # gate and up (2 A), their gradients (2 A), the product's gradient (A); q,
+    # the attention's output and four arrays of the residual stream; k and v;
+    # and weights.
+    arrays = 2 * (5 * a + case.gate_up) + (2 + 4) * u + 2 * k
+  else:
+    # gate and up, and their gradients; q, the output and their gradients; four
+    # arrays of the residual stream; k, v and their gradients.
+    arrays = 2 * 4 * a + (2 + 2 + 4) * u + (2 + 2) * k
+  arrays += 2 * (case.qkv + out)
+  # On a mesh, zeros for the embedding's gradient; the output weights' gradient.
+  arrays += 2 * case.head * (gpus > 1) + 4 * case.head / gpus
+  moment, memory = fullest(case.plan("bf16", gpus, remat="full"))
+  assert moment == "backward"
+  assert abs(memory.temporary - arrays) <= 1
+  assert memory.total == pytest.approx(compiled, rel=0.005)
+
+
+@pytest.mark.parametrize(
+  "name, gpus, options, compiled",
+  [
+    ("minimal", 64, {}, 94_003_671_176),
+    ("minimal", 64, dict(remat="fp8"), 27_718_955_152),
+    ("minimal", 64, dict(remat="full"), 26_746_989_476),
+    ("minimal", 64, dict(remat="fp8_layer"), 22_049_368_996),
+    # XLA sums all gradients of a layer at once, because the sums are small.
+    ("minimal", 256, dict(remat="fp8"), 21_284_722_068),
+  ],
+)
+def test_plan_of_70b_on_many_gpus_is_near_the_compiled_peak(
+  name, gpus, options, compiled
+):
+  memory = fullest(LLAMA3_70B.plan(name, gpus, **options))[1]
+  assert memory.total == pytest.approx(compiled, rel=0.01)
 
 
 # LLAMA2_7B with twice the tokens.
@@ -209,7 +274,20 @@ def test_tensor_axis_halves_temporary_arrays_except_in_the_loss():
 def test_embedding_gradient_is_summed_in_f32_on_a_mesh(gpus, in_f32):
   found = LLAMA2_7B.plan("minimal", gpus)["embedding"]
   # The gradient has all rows in BF16 and, on a mesh, also in f32 before GPUs
-  # sum it.
-  assert found.temporary == (2 + in_f32) * 32000 * 4096
+  # sum it. They still sum the gradient of the last layer's gate and up.
+  last = 4 * LLAMA2_7B.gate_up if gpus > 1 else 0
+  assert found.temporary == (2 + in_f32) * 32000 * 4096 + last
   assert found.gradients == 4 * LLAMA2_7B.parameters / gpus
   assert found.activations == 0
+
+
+def test_tied_embedding_has_two_gradients_on_one_gpu():
+  untied, tied = (
+    Case("llama2_7b", 6_738_415_616, batch=2, seq=2048, tied_embeddings=each)
+    for each in (False, True)
+  )
+  for name, count in (("minimal", 1), ("bf16", 2)):
+    more, less = (
+      each.plan(name)["embedding"].temporary for each in (tied, untied)
+    )
+    assert more - less == count * 4 * tied.head
