@@ -27,7 +27,8 @@ the decoder. Each stage measures the loss on held-out conversations. At the end,
 exactly.
 
 Every run appends a row to FOLDER/rows.jsonl. Runs with the same seed start from
-the same weights and read the same data.
+the same weights and read the same data. All runs of `llava` start from the same
+weights; a seed sets the order, and which conversations are held out.
 """
 
 import argparse
