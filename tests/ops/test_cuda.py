@@ -8,7 +8,7 @@ import pytest
 
 from coat_jax import ops
 from coat_jax.numerics.formats import E4M3
-from coat_jax.numerics.scaling import GRADIENTS, Blocks
+from coat_jax.numerics.scaling import GRADIENTS, Blocks, PerTensor
 from coat_jax.ops.dispatch import Unsupported
 from tests import cases
 from tests.comparing import assert_same_bits, jit
@@ -64,7 +64,15 @@ def test_plain_cast_of_experts_matches_the_definition(layout, has_scale):
 
 def test_plain_cast_of_experts_needs_e4m3_and_a_scale_per_tensor():
   w = jnp.ones((2, 32, 32))
-  for scaling, why in ((GRADIENTS, "a cast to"), (Blocks(), "per tensor")):
+
+  class Other(PerTensor):
+    pass
+
+  for scaling, why in (
+    (GRADIENTS, "a cast to"),
+    (Blocks(), "per tensor"),
+    (Other(), "per tensor"),
+  ):
     with pytest.raises(Unsupported, match=why):
       ops.quantize_experts.kernel("cuda")(w, scaling=scaling)
 
@@ -79,3 +87,5 @@ def test_program_for_a_gpu_does_not_round_before_the_cast():
   ):
     text = lowered_for_h200(fn, *args)
     assert "round" not in text and "divide" in text
+  # XLA must not fuse the cast of experts with a cast back, and drop both.
+  assert "optimization_barrier" in text

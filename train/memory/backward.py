@@ -20,7 +20,9 @@ from coat_jax.numerics.recipes import CoatRecipe
 from train.memory.count import saved_bytes
 
 F32, BF16 = 4, 2  # Bytes per value.
-_HOST = 8  # GPUs of a host.
+# In steps that we compiled, XLA ordered the sums of gradients differently if
+# weights were split over more GPUs than this.
+_FEW = 8
 # XLA sums all gradients of a layer at once if their sums have at most this many
 # bytes on each GPU (ReduceScatterCombiner's default).
 _COMBINED = 30 * 2**20
@@ -37,13 +39,9 @@ class Layer:
   fsdp: int = 1  # Number of GPUs over which a weight's rows are split.
   tensor: int = 1  # Number of GPUs over which heads and columns are split.
   expert: int = 1  # Number of GPUs over which the experts are distributed.
-  gpus: int = 1  # Number of GPUs of the mesh.
+  is_on_mesh: bool = False  # Whether the step runs on several GPUs.
   remat: Remat = "none"
   optimizer_in_backward: bool = False
-
-  @property
-  def is_on_mesh(self) -> bool:
-    return self.gpus > 1
 
   @property
   def experts(self) -> int:
@@ -105,20 +103,17 @@ class Layer:
 
   @property
   def unsummed(self) -> float:
-    """Counts the values of gradients that GPUs sum while the next layer runs.
-
-    This is the count at the peak of the next layer's MLP.
-    """
+    """Counts the gradients' values not yet summed at the next MLP's peak."""
     every = sum(self.weights.values())
-    if self.gpus <= _HOST or self.sums_at_once:
+    if self.fsdp <= _FEW or self.sums_at_once:
       return every
-    # On several hosts, XLA waits for the sum of gate_up's gradient first.
+    # With many GPUs, XLA waits for the sum of gate_up's gradient first.
     return every - self.weights["gate_up"]
 
   @property
   def unsummed_last(self) -> float:
-    """Counts the values that are left of `unsummed` after the last layer."""
-    if self.gpus <= _HOST and not self.sums_at_once:
+    """Counts the same at the embedding's gradient, after the last layer."""
+    if self.fsdp <= _FEW and not self.sums_at_once:
       return self.weights["gate_up"]
     return self.unsummed
 
@@ -170,12 +165,15 @@ def layer_backward(layer: Layer) -> float:
     backward = _bf16_backward
   if not layer.is_recomputed:
     return backward(layer)
-  if layer.recipe.linear == "bf16":
+  if layer.recipe.linear == "bf16" and layer.expert == 1:
     return _bf16_recomputed(layer)
-  if not layer.is_on_mesh:
+  if not layer.is_on_mesh or layer.expert > 1:
     return layer.saved() + backward(layer)
-  # The recomputed gate and up, queries, keys, values, output and operands.
-  return backward(layer) + 4 * layer.inner + 4.5 * layer.unit + 2 * layer.key
+  # The second forward pass allocates gate and up, queries, keys, values, the
+  # output and matmuls' operands, and with experts, copies of tokens and their
+  # gradients.
+  again = 4 * layer.inner + 4.5 * layer.unit + 2 * layer.key + 2 * layer.rows
+  return backward(layer) + again
 
 
 # The coefficients below are for a gated MLP. GPT-2's MLP has no gate, but the

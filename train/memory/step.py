@@ -160,7 +160,7 @@ def _plan_decoder(
     fsdp=sizes.get("fsdp", 1),
     tensor=sizes.get("tensor", 1),
     expert=sizes.get("expert", 1),
-    gpus=math.prod(sizes.values()),
+    is_on_mesh=math.prod(sizes.values()) > 1,
     remat=config.remat,
     optimizer_in_backward=config.optimizer_in_backward,
   )

@@ -194,6 +194,28 @@ def test_plan_of_70b_on_many_gpus_is_near_the_compiled_peak(
   assert memory.total == pytest.approx(compiled, rel=0.01)
 
 
+def test_gradients_summed_at_once_are_alive_together():
+  d, f, layers, vocabulary = 16384, 53248, 126, 128_512
+  shape = dict(num_layers=layers, d_model=d, d_ff=f, num_heads=128)
+  count = layers * (d * (d + 2048) + d**2 + 3 * d * f) + 2 * vocabulary * d
+  case = Case("llama3_8b", count, 1, 8192, vocab_size=vocabulary, **shape)
+  found = case.plan(
+    "minimal",
+    512,
+    remat="fp8",
+    params="bfloat16",
+    optimizer_in_backward=True,
+  )
+  moment, memory = fullest(found)
+  assert moment == "backward"
+  assert memory.total == pytest.approx(59_624_399_448, rel=0.005)
+
+
+def test_recomputed_fp8_linears_on_eight_gpus_are_near_the_compiled_peak():
+  memory = fullest(LLAMA2_7B.plan("fp8_linear", 8, remat="full"))[1]
+  assert memory.total == pytest.approx(16.2109e9, rel=0.005)
+
+
 # LLAMA2_7B with twice the tokens.
 LLAMA2_7B_4 = Case("llama2_7b", LLAMA2_7B.parameters, batch=4, seq=2048)
 
