@@ -28,7 +28,8 @@ exactly.
 
 Every run appends a row to FOLDER/rows.jsonl. Runs with the same seed start from
 the same weights and read the same data. All runs of `llava` start from the same
-weights; a seed sets the order, and which conversations are held out.
+weights; a seed sets the order, and which conversations are held out. Do not run
+two processes in one folder before FOLDER/start is complete.
 """
 
 import argparse
@@ -36,7 +37,7 @@ import gzip
 import json
 import random
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,6 @@ from coat_jax.models import (
 )
 from studies import shapes
 from train import convert, evaluate, finetune, vit
-from train.run.metrics import read_metrics
 
 CLASSES = (
   "a t-shirt",
@@ -164,19 +164,6 @@ def _conversation(group: Sequence[tuple[str, str]]) -> dict[str, Any]:
   }
 
 
-def run(program: Callable, words: Sequence[Any], options: dict) -> None:
-  """Runs a program of `train`; exits if it fails."""
-  for name, value in options.items():
-    words = [*words, f"--{name}", value]
-  if program([str(word) for word in words]):
-    raise SystemExit(1)  # The program has already printed the error.
-
-
-def last(run: Path, key: str) -> float:
-  """Reads a metric of the last evaluation of a run."""
-  return [x[key] for x in read_metrics(run / "metrics.jsonl") if key in x][-1]
-
-
 def train_vit(folder: Path, recipe: str, seed: int) -> dict[str, Any]:
   """Trains an image classifier; returns its loss and accuracy."""
   out = folder / f"vit_{recipe}_{seed}"
@@ -199,9 +186,9 @@ def train_vit(folder: Path, recipe: str, seed: int) -> dict[str, Any]:
     "eval-batches": 40,
     "save-every": STEPS,
   }
-  run(vit.main, ["vit_digits"], {**shape, **options})
+  shapes.call(vit.main, ["vit_digits"], {**shape, **options})
   keys = "held_out_loss", "held_out_accuracy"
-  return {key: last(out, key) for key in keys}
+  return {key: shapes.last(out, key) for key in keys}
 
 
 def train_stage(
@@ -226,14 +213,14 @@ def train_stage(
     "eval-every": 10_000,
     "save-every": 10_000,
   }
-  run(finetune.main, [start], options)
+  shapes.call(finetune.main, [start], options)
   return out
 
 
 def with_new_projector(run_folder: Path, out: Path) -> Path:
   """Writes a run's LLaVA with a random projector, as a Hugging Face folder."""
   trained = out.with_name(f"{out.name}_trained")
-  run(convert.main, ["export-hf", run_folder], {"out": trained})
+  shapes.call(convert.main, ["export-hf", run_folder], {"out": trained})
   model = load_hf(trained, recipe=recipes.bf16())
   model.projector = Projector(model.config, rngs=nnx.Rngs(0))  # pyright: ignore
   save_hf(model, out, like=trained)
@@ -263,11 +250,11 @@ def train_llava(folder: Path, recipe: str, seed: int) -> dict[str, Any]:
     "batch": 250,
     "out": report,
   }
-  run(evaluate.main, [decoder], options)
+  shapes.call(evaluate.main, [decoder], options)
   found = json.loads(report.read_text())["conversations"][0]
   return {
-    "projector_loss": last(projector, "held_out_loss"),
-    "decoder_loss": last(decoder, "held_out_loss"),
+    "projector_loss": shapes.last(projector),
+    "decoder_loss": shapes.last(decoder),
     **{key: found[key] for key in ("nats_per_token", "exact_match")},
   }
 

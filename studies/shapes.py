@@ -21,7 +21,7 @@ On a CPU with two cores this takes a few minutes.
 import argparse
 import json
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -209,18 +209,21 @@ def train(
     options |= {"optim.codec": "coat", "optim.group-size": 64}
   else:
     options["optim.codec"] = "float32"
-  words = [str(start)]
-  for name, value in options.items():
-    words += [f"--{name}", str(value)]
-  if (status := finetune.main(words)) != 0:
-    raise SystemExit(status)
+  call(finetune.main, [start], options)
   return out
 
 
-def held_out_loss(run: Path) -> float:
-  """Reads the last held-out loss of a run, in nats."""
-  rows = read_metrics(run / "metrics.jsonl")
-  return [x["held_out_loss"] for x in rows if "held_out_loss" in x][-1]
+def call(program: Callable, words: Sequence[Any], options: dict) -> None:
+  """Calls a program of `train`; exits if it fails."""
+  for name, value in options.items():
+    words = [*words, f"--{name}", value]
+  if status := program([str(word) for word in words]):
+    raise SystemExit(status)  # The program has already printed the error.
+
+
+def last(run: Path, key: str = "held_out_loss") -> float:
+  """Reads a metric of the last evaluation of a run."""
+  return [x[key] for x in read_metrics(run / "metrics.jsonl") if key in x][-1]
 
 
 def main() -> None:
@@ -232,13 +235,13 @@ def main() -> None:
   make_rows(folder, 800)
   make_llava(folder / "llava")
   start = train(folder, folder / "llava", "words", "bf16", 0)
-  rows = [["words", f"{held_out_loss(start):.4f}", "", ""]]
+  rows = [["words", f"{last(start):.4f}", "", ""]]
   for seed in range(seeds):
     runs = {"bf16": start, "coat": start}
     for stage in ("projector", "decoder"):
       for recipe, before in runs.items():
         runs[recipe] = train(folder, before, stage, recipe, seed)
-      plain, coat = (held_out_loss(run) for run in runs.values())
+      plain, coat = (last(run) for run in runs.values())
       cells = f"{plain:.4f}", f"{coat:.4f}", f"{coat - plain:+.4f}"
       rows.append([f"{stage}, seed {seed}", *cells])
   print(format_table(["held-out loss", "bf16", "coat", "difference"], rows))

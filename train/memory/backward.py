@@ -160,12 +160,11 @@ def layer_backward(layer: Layer) -> float:
   """Returns a layer's peak bytes in addition to what all layers save."""
   if layer.recipe.nonlinear == "fp8":
     return _coat_backward(layer)
-  backward = _fp8_linear_backward
-  if layer.recipe.linear == "bf16":
-    backward = _bf16_backward
+  is_bf16 = layer.recipe.linear == "bf16"
+  backward = _bf16_backward if is_bf16 else _fp8_linear_backward
   if not layer.is_recomputed:
     return backward(layer)
-  if layer.recipe.linear == "bf16" and layer.expert == 1:
+  if is_bf16 and layer.expert == 1:
     return _bf16_recomputed(layer)
   if not layer.is_on_mesh or layer.expert > 1:
     return layer.saved() + backward(layer)
@@ -212,6 +211,8 @@ def _bf16_recomputed(layer: Layer) -> float:
   mlp = BF16 * (2 * gate_up + inner + weights["gate_up"])
   mlp += 6 * unit + 2 * layer.key
   if layer.experts:
+    # Copies of tokens, their gradients, an array twice as large, and q, k and v
+    # before RoPE.
     mlp += 4 * layer.rows + 2 * unit
   attention = BF16 * 2 * gate_up + 8 * unit + 4 * layer.key
   if not is_gated:  # GPT-2's biases and LayerNorms need further arrays.
