@@ -217,14 +217,16 @@ def test_codec_race_page_shows_the_measured_losses_of_longer_races():
 def test_vision_page_shows_the_measured_losses_on_clothes():
   shown = (DOCS / "vision.md").read_text()
   rows = {tuple(x["case"].values()): x for x in measured("fashion")}
-  for label, key, scale, digits in (
-    ("held-out loss after `projector`, nats", "projector_loss", 1, 4),
-    ("held-out loss after `decoder`, nats", "decoder_loss", 1, 4),
-    ("loss on 5,000 test conversations, nats", "nats_per_token", 1, 4),
-    ("test conversations answered exactly, %", "exact_match", 100, 2),
+  for label, model, key, scale, digits in (
+    ("held-out loss after `projector`, nats", "llava", "projector_loss", 1, 4),
+    ("held-out loss after `decoder`, nats", "llava", "decoder_loss", 1, 4),
+    ("loss on 5,000 test conversations, nats", "llava", "nats_per_token", 1, 4),
+    ("test conversations answered exactly, %", "llava", "exact_match", 100, 2),
+    ("loss, nats", "vit", "held_out_loss", 1, 4),
+    ("accuracy, %", "vit", "held_out_accuracy", 100, 2),
   ):
     plain, coat = (
-      [scale * rows["llava", recipe, seed][key] for seed in (0, 1)]
+      [scale * rows[model, recipe, seed][key] for seed in (0, 1)]
       for recipe in ("bf16", "coat")
     )
     cells = [
