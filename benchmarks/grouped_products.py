@@ -5,7 +5,7 @@
     [--models qwen3_30b_a3b mixtral_8x7b] [--tokens 8192]
     [--matrices gate_up down] [--routings uniform skewed]
     [--products fwd dgrad wgrad] [--implementations bf16 mosaic_bf16 mosaic]
-    [--tiles tall low] [--repeats 5]
+    [--tiles two three] [--repeats 5]
 
 The command prints a JSON row, `grouped_products`, for each combination of
 model, weight matrix, routing, matmul and implementation, which is one of:
@@ -13,7 +13,7 @@ model, weight matrix, routing, matmul and implementation, which is one of:
   bf16              BF16, computed by XLA's `ragged_dot`
   mosaic, TILE      FP8, computed by the Mosaic kernel with one of the tiles in
                     `coat_jax.pallas.mosaic.grouped_product.TILES`; wgrad
-                    supports only "low"
+                    supports only "two"
   mosaic_bf16, TILE BF16, computed by the same kernel
   xla               FP8 in plain JAX, only without a GPU
 
@@ -119,7 +119,7 @@ def kernels(
   if of_weights:
     product = grouped_product.weights_product
   for tile in tiles:
-    if of_weights and TILES[tile].waves > 1:
+    if of_weights and tile != "two":
       continue
     run = functools.partial(
       product, dtype=dtype, how=grouped_product.How(TILES[tile])

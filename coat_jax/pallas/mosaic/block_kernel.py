@@ -31,7 +31,6 @@ from coat_jax.numerics.scaling import BLOCK
 from coat_jax.pallas.mosaic.wgmma import (
   LAYOUT,
   REGISTERS,
-  REGISTERS_TO_LOAD,
   ROWS,
   WARPGROUPS,
   WAVE,
@@ -154,14 +153,16 @@ def run(work: Work, *refs, **scratch: Any) -> None:
   operands, add = operands[:4], operands[4:]
   memory = Memory(**scratch)
 
+  to_multiply, to_load = REGISTERS[WARPGROUPS]
+
   @pl.when(lax.axis_index("warpgroup") == WARPGROUPS)
   def _():
-    plgpu.set_max_registers(REGISTERS_TO_LOAD, action="decrease")
+    plgpu.set_max_registers(to_load, action="decrease")
     _load(work, operands, memory)
 
   @pl.when(lax.axis_index("warpgroup") < WARPGROUPS)
   def _():
-    plgpu.set_max_registers(REGISTERS, action="increase")
+    plgpu.set_max_registers(to_multiply, action="increase")
 
     def compute(i, step):
       row, column = work.place(i)

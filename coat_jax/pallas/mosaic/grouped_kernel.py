@@ -2,11 +2,11 @@
 """The GPU kernel that `grouped_product` runs: a grouped (ragged) matmul.
 
 As in `block_kernel`, one persistent program (thread block) per multiprocessor
-computes one tile after another: one warpgroup loads blocks, and two warpgroups
-multiply them and add the results in f32. A block is 128 bytes long along the
-summed axis: 128 FP8 codes or 64 values of 16 bits. Only the GPU knows how many
-rows a group has, so programs read the positions of tiles from a table
-(`Entry`).
+computes one tile after another: one warpgroup loads blocks, and the others
+multiply them and add the results in f32. While one adds, the others use the
+tensor cores. A block is 128 bytes long along the summed axis: 128 FP8 codes or
+64 values of 16 bits. Only the GPU knows how many rows a group has, so programs
+read the positions of tiles from a table (`Entry`).
 
 FP8 codes must have the summed axis last. Operands of 16 bits may have it first,
 because the tensor cores can transpose them when they read shared memory.
@@ -36,10 +36,7 @@ from coat_jax.pallas.mosaic.grouped_table import Entry
 from coat_jax.pallas.mosaic.wgmma import (
   LAYOUT,
   REGISTERS,
-  REGISTERS_TO_LOAD,
   ROWS,
-  WARPGROUPS,
-  WAVE,
   in_128_bytes,
   in_band,
   rows_of_128_bytes,
@@ -50,17 +47,17 @@ from coat_jax.pallas.mosaic.wgmma import (
 class Tile:
   """The shape of a tile, and how a program computes it."""
 
-  waves: int = 2  # Number of waves (128 rows each) in a tile.
-  stages: int = 3  # Number of blocks that shared memory holds.
+  warpgroups: int  # Number that multiply. Each computes 64 rows of the tile.
+  stages: int  # Number of blocks that shared memory holds.
   # The result is written in pieces of 64 rows of 128 bytes. This is the number
   # of pieces that shared memory holds for each warpgroup.
   slots: int = 2
-  band: int = 8  # See `in_band`.
+  band: int = 12  # See `in_band`.
 
   @property
   def m(self) -> int:
     """The number of rows of a tile of the result."""
-    return WAVE * self.waves
+    return ROWS * self.warpgroups
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,28 +117,26 @@ class Memory(NamedTuple):
   b_smem: Any
   out_smem: Any  # Pieces of the result, for each warpgroup.
   edge_smem: Any  # For each warpgroup, 64 rows, of which some are copied.
-  loaded: Any  # A barrier per wave and stage: completes when its copies end.
-  free: Any  # A barrier per stage: completes when both warpgroups have read.
+  loaded: Any  # A barrier per stage: completes when its copies end.
+  free: Any  # A barrier per stage: completes when all warpgroups have read.
 
 
 def scratch(work: Work, a: DTypeLike, b: DTypeLike, out: DTypeLike) -> Memory:
   """Returns the types of a program's memory, given dtypes of a, b and out."""
   tile, stages = work.tile, work.tile.stages
   width = in_128_bytes(out)
-  a_block = work.a_place(WAVE, work.depth)
+  a_block = work.a_place(tile.m, work.depth)
   b_block = work.b_place(BLOCK, work.depth)
-  edge = (1, 1, 128) if work.is_wgrad else (WARPGROUPS, ROWS, BLOCK)
+  edge = (1, 1, 128) if work.is_wgrad else (tile.warpgroups, ROWS, BLOCK)
   return Memory(
-    a_smem=rows_of_128_bytes(stages, tile.waves, *a_block, dtype=a),
+    a_smem=rows_of_128_bytes(stages, *a_block, dtype=a),
     b_smem=rows_of_128_bytes(stages, *b_block, dtype=b),
-    out_smem=rows_of_128_bytes(WARPGROUPS, tile.slots, ROWS, width, dtype=out),
-    edge_smem=plgpu.SMEM(edge, out),
-    loaded=tuple(
-      # The first wave's barrier also waits for b.
-      plgpu.Barrier(num_arrivals=1 if wave else 2, num_barriers=stages)
-      for wave in range(tile.waves)
+    out_smem=rows_of_128_bytes(
+      tile.warpgroups, tile.slots, ROWS, width, dtype=out
     ),
-    free=plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
+    edge_smem=plgpu.SMEM(edge, out),
+    loaded=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+    free=plgpu.Barrier(num_arrivals=tile.warpgroups, num_barriers=stages),
   )
 
 
@@ -162,9 +157,12 @@ def run(work: Work, *refs, **scratch: Any) -> None:
     row = tile * work.tile.m if work.is_wgrad else found.row
     return found._replace(row=row), column
 
-  @pl.when(lax.axis_index("warpgroup") == WARPGROUPS)
+  warpgroup, warpgroups = lax.axis_index("warpgroup"), work.tile.warpgroups
+  to_multiply, to_load = REGISTERS[warpgroups]
+
+  @pl.when(warpgroup == warpgroups)
   def _():
-    plgpu.set_max_registers(REGISTERS_TO_LOAD, action="decrease")
+    plgpu.set_max_registers(to_load, action="decrease")
 
     def load(i, step):
       return _load_tile(work, *entry_of(i), step, a, b, memory)
@@ -177,17 +175,16 @@ def run(work: Work, *refs, **scratch: Any) -> None:
 
     lax.fori_loop(0, work.tile.stages, wait, None)
 
-  @pl.when(lax.axis_index("warpgroup") < WARPGROUPS)
+  @pl.when(warpgroup < warpgroups)
   def _():
-    plgpu.set_max_registers(REGISTERS, action="increase")
+    plgpu.set_max_registers(to_multiply, action="increase")
 
     def compute(i, step):
       entry, column = entry_of(i)
-      step, totals = _sum_blocks(work, entry, step, memory)
-      factor = scale[entry.group]
-      totals = tuple(total * factor for total in totals)
+      step, total = _sum_blocks(work, entry, step, memory)
+      total = total * scale[entry.group]
       write = _write_gradient if work.is_wgrad else _write_rows
-      write(work, totals, entry, column, memory, out)
+      write(work, total, entry, column, memory, out)
       return step
 
     lax.fori_loop(0, work.count(num_entries), compute, jnp.int32(0))
@@ -205,27 +202,19 @@ def _load_tile(
   work: Work, entry: Entry, column, step, a, b, memory: Memory
 ) -> Array:
   """Copies a tile's blocks to shared memory; returns the next step."""
-  loaded = memory.loaded
-  row = pl.multiple_of(entry.row, WAVE if work.is_wgrad else 8)
-  columns = pl.ds(column, BLOCK)
+  row = pl.multiple_of(entry.row, work.tile.m if work.is_wgrad else 8)
+  rows, columns = pl.ds(row, work.tile.m), pl.ds(column, BLOCK)
 
   def load_block(j, step):
     slot = work.slot(step)
     block = pl.ds((entry.first + j) * work.depth, work.depth)
     _wait_for_free(work, step, memory)
-    source = b if work.is_wgrad else b.at[entry.group]
-    plgpu.copy_gmem_to_smem(
-      source.at[work.b_place(columns, block)],
-      memory.b_smem.at[slot],
-      loaded[0].at[slot],
-    )
-    for wave, barrier in enumerate(loaded):
-      rows = pl.ds(row + wave * WAVE, WAVE)
-      plgpu.copy_gmem_to_smem(
-        a.at[work.a_place(rows, block)],
-        memory.a_smem.at[slot, wave],
-        barrier.at[slot],
-      )
+    of_group = b if work.is_wgrad else b.at[entry.group]
+    for source, smem in (
+      (of_group.at[work.b_place(columns, block)], memory.b_smem),
+      (a.at[work.a_place(rows, block)], memory.a_smem),
+    ):
+      plgpu.copy_gmem_to_smem(source, smem.at[slot], memory.loaded.at[slot])
     return step + 1
 
   return lax.fori_loop(0, entry.blocks, load_block, step)
@@ -233,16 +222,13 @@ def _load_tile(
 
 def _sum_blocks(
   work: Work, entry: Entry, step: Array, memory: Memory
-) -> tuple[Array, tuple[Array, ...]]:
-  """Sums a tile's blocks; returns the next step and f32 [64, 128] per wave."""
-  loaded, free = memory.loaded, memory.free
+) -> tuple[Array, Array]:
+  """Sums a warpgroup's blocks; returns the next step and f32 [64, 128]."""
   own = pl.ds(lax.axis_index("warpgroup") * ROWS, ROWS)
   own = work.a_place(own, pl.ds(0, work.depth))
   shape = ROWS, BLOCK
 
-  def multiply(slot, wave, acc):
-    rows = memory.a_smem.at[slot, wave, *own]
-    columns = memory.b_smem.at[slot]
+  def multiply(rows, columns, acc):
     plgpu.wgmma(
       acc,
       rows.T if work.a_k_first else rows,
@@ -251,28 +237,22 @@ def _sum_blocks(
     return acc[...]
 
   def add_block(j, carry):
-    step, totals = carry
-    slot, new = work.slot(step), []
-    for wave, total in enumerate(totals):
-      plgpu.barrier_wait(loaded[wave].at[slot])
-      if work.is_wgrad:
-        start = (entry.first + j) * work.depth
-        rows = memory.a_smem.at[slot, wave, *own]
-        _clear_others(work, rows, entry.begin - start, entry.end - start)
-      zeros = plgpu.ACC(shape, jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
-      partial = pl.run_scoped(functools.partial(multiply, slot, wave), zeros)
-      # Tensor cores accumulate with fewer bits than f32 has. So they sum only
-      # within a block, and the sums of blocks are added in f32.
-      new.append(total + partial)
-    if work.interpret:
-      # Without this, the interpreter reports a race with the next copy.
-      plgpu.commit_smem()
-    plgpu.barrier_arrive(free.at[slot])
-    return step + 1, tuple(new)
+    step, total = carry
+    slot = work.slot(step)
+    plgpu.barrier_wait(memory.loaded.at[slot])
+    rows, columns = memory.a_smem.at[slot, *own], memory.b_smem.at[slot]
+    if work.is_wgrad:
+      start = (entry.first + j) * work.depth
+      _clear_others(work, rows, entry.begin - start, entry.end - start)
+    zeros = plgpu.ACC(shape, jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
+    partial = pl.run_scoped(functools.partial(multiply, rows, columns), zeros)
+    plgpu.barrier_arrive(memory.free.at[slot])
+    # Tensor cores accumulate with fewer bits than f32 has. So they sum only
+    # within a block, and the sums of blocks are added in f32.
+    return step + 1, total + partial
 
   zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), LAYOUT)
-  carry = step, (zero,) * work.tile.waves
-  return lax.fori_loop(0, entry.blocks, add_block, carry)
+  return lax.fori_loop(0, entry.blocks, add_block, (step, zero))
 
 
 def _clear_others(work: Work, rows_smem, begin: Array, end: Array) -> None:
@@ -295,9 +275,8 @@ def _clear_others(work: Work, rows_smem, begin: Array, end: Array) -> None:
     plgpu.commit_smem()
 
 
-def _write_gradient(work: Work, totals, entry: Entry, column, memory, out):
-  """Writes a tile of a group's weight gradient, which has one wave."""
-  [total] = totals
+def _write_gradient(work: Work, total, entry: Entry, column, memory, out):
+  """Writes 64 rows of a group's weight gradient."""
   rows = pl.ds(entry.row + lax.axis_index("warpgroup") * ROWS, ROWS)
 
   def place(columns):
@@ -308,23 +287,22 @@ def _write_gradient(work: Work, totals, entry: Entry, column, memory, out):
   _write_all(work, total, column, memory, place)
 
 
-def _write_rows(work: Work, totals, entry: Entry, column, memory, out):
-  """Writes those rows of a tile that belong to its group."""
-  for wave, total in enumerate(totals):
-    row = entry.row + wave * WAVE + lax.axis_index("warpgroup") * ROWS
-    begin = jnp.maximum(entry.begin, row)
-    end = jnp.minimum(entry.end, row + ROWS)
-    is_whole = end - begin == ROWS
+def _write_rows(work: Work, total, entry: Entry, column, memory, out):
+  """Writes those of 64 rows that belong to the tile's group."""
+  row = entry.row + lax.axis_index("warpgroup") * ROWS
+  begin = jnp.maximum(entry.begin, row)
+  end = jnp.minimum(entry.end, row + ROWS)
+  is_whole = end - begin == ROWS
 
-    @pl.when(is_whole)
-    def _(row=row, total=total):
-      rows = pl.ds(pl.multiple_of(row, 8), ROWS)
-      place = lambda columns: out.at[rows, columns]  # noqa: E731
-      _write_all(work, total, column, memory, place)
+  @pl.when(is_whole)
+  def _():
+    rows = pl.ds(pl.multiple_of(row, 8), ROWS)
+    place = lambda columns: out.at[rows, columns]  # noqa: E731
+    _write_all(work, total, column, memory, place)
 
-    @pl.when((begin < end) & ~is_whole)
-    def _(row=row, total=total, begin=begin, end=end):
-      _write_some(total, row, begin, end, column, memory, out)
+  @pl.when((begin < end) & ~is_whole)
+  def _():
+    _write_some(total, row, begin, end, column, memory, out)
 
 
 def _write_all(work: Work, total, column, memory: Memory, place) -> None:

@@ -2,7 +2,7 @@
 """Constants and helpers of kernels that multiply with wgmma.
 
 In these kernels (matmuls and attention), one warpgroup loads blocks or tiles
-into shared memory, and two warpgroups multiply them.
+into shared memory, and the others, usually two, multiply them.
 """
 
 from collections.abc import Callable
@@ -13,30 +13,32 @@ from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-WARPGROUPS = 2  # Number of warpgroups that multiply.
+WARPGROUPS = 2  # Usual number of warpgroups that multiply.
 ROWS = 64  # Number of rows of the result that one wgmma computes.
 WAVE = WARPGROUPS * ROWS  # Number of rows that both compute at a time.
-# Registers per thread in matmuls, for the two warpgroups that multiply and for
-# the one that loads. By default, every thread would get 168.
-REGISTERS, REGISTERS_TO_LOAD = 232, 40
+# For the number of warpgroups that multiply: registers per thread in matmuls,
+# for these warpgroups and for the one that loads. By default, every thread
+# would get the same number.
+REGISTERS = {2: (232, 40), 3: (160, 24)}
 LAYOUT = plgpu.Layout.WGMMA
 
 
 def kernel(
   body: Callable[..., None],
   *,
+  warpgroups: int = WARPGROUPS,
   approx_math: bool = False,
   interpret: bool,
   **options,
 ) -> Callable[..., Any]:
-  """Makes a kernel with one warpgroup that loads and two that multiply.
+  """Makes a kernel with one warpgroup that loads and others that multiply.
 
   `body` needs its own barriers. With `interpret`, the kernel runs on a CPU and
   reports races.
   """
   return plgpu.kernel(
     body,
-    num_threads=WARPGROUPS + 1,
+    num_threads=warpgroups + 1,
     thread_name="warpgroup",
     compiler_params=plgpu.CompilerParams(
       approx_math=approx_math, unsafe_no_auto_barriers=True
