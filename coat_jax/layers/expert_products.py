@@ -70,15 +70,18 @@ def rows_operand(
   recipe: CoatRecipe,
   dtype: DTypeLike,
   scale: Array | None = None,
+  layout: ops.Layout = "rows",
 ) -> Array | Operand:
-  """Casts or quantizes f32 rows for a matmul."""
+  """Casts f32 rows for a matmul, and quantizes them if experts use FP8."""
+  x = x.astype(dtype)
   if recipe.experts == "bf16":
-    return x.astype(dtype)
+    return x
   return ops.quantize_grouped(
     x,
     rows.sizes,
     scaling=scaling,
     scale=scale,
+    layout=layout,
     implementation=recipe.implementation,
   )
 
@@ -143,8 +146,8 @@ def weight_gradient(
   if isinstance(x, Operand) and isinstance(g, Operand):
     op, x, g = (
       ops.grouped_linear_wgrad,
-      _turned(x, recipe),
-      _turned(g, recipe),
+      _in_columns(x, recipe),
+      _in_columns(g, recipe),
     )
   dw = op(
     x,
@@ -158,8 +161,10 @@ def weight_gradient(
   return cotangent(jnp.moveaxis(dw, 0, 1) if is_scattered else dw, w)
 
 
-def _turned(x: Operand, recipe: CoatRecipe) -> Operand:
-  """Transposes an operand from row layout to column layout."""
+def _in_columns(x: Operand, recipe: CoatRecipe) -> Operand:
+  """Returns an operand in column layout; transposes its rows if necessary."""
+  if x.columns is not None:
+    return x
   assert x.rows is not None
   how = recipe.implementation
   columns = ops.turn_codes(x.rows, implementation=how)
@@ -187,4 +192,4 @@ def _weight_codes(
   assert codes.rows is not None
   rows = gather_experts(codes.rows, axes)
   gathered = Operand(rows, None, codes.scale)
-  return gathered if layout == "rows" else _turned(gathered, recipe)
+  return gathered if layout == "rows" else _in_columns(gathered, recipe)

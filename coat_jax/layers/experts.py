@@ -190,13 +190,21 @@ def _bwd(static, recipe, inputs, saved, cotangents):
   dp = copies_of(jnp.sum(dz * product, axis=-1, keepdims=True), rows)
   dp = scatter_sequence(dp[..., 0], axes)
   z = rows_operand(
-    p * product, rows, value_scaling(recipe), recipe, dtype, scales.z
+    p * product,
+    rows,
+    value_scaling(recipe),
+    recipe,
+    dtype,
+    scales.z,
+    layout="columns",
   )
   ddown = weight_gradient(z, dout, w.down, rows, recipe)
 
   dgate_and_up = ops.activation_bwd(p * dz, parts, activation="silu")
   dh = jnp.concatenate(dgate_and_up, axis=-1)
-  dh = rows_operand(dh, rows, gradient_scaling(recipe), recipe, dtype)
+  dh = rows_operand(
+    dh, rows, gradient_scaling(recipe), recipe, dtype, layout="both"
+  )
   if y_rows is None:
     y_rows = _input_rows(x_q, rows, w, static, recipe, dtype, scales.y)
   dgate_up = weight_gradient(y_rows, dh, w.gate_up, rows, recipe)

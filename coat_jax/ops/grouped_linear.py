@@ -72,7 +72,14 @@ def quantize_experts(
   return jax.vmap(lambda w, scale: scaling.quantize(w, scale, layout))(w, scale)
 
 
-@op()
+def without_others(x: Array, sizes: Array) -> Array:
+  """Sets rows of x [M, n] that belong to no group to zero."""
+  is_used = jnp.arange(len(x)) < jnp.sum(sizes)
+  # Multiplying by zero would keep a NaN.
+  return jnp.where(is_used[:, None], x, jnp.zeros((), x.dtype))
+
+
+@op(mosaic="quantize")
 def quantize_grouped(
   x: Array,
   sizes: Array,
@@ -85,10 +92,7 @@ def quantize_grouped(
 
   If an earlier call quantized the same rows, pass its `scale`.
   """
-  is_used = jnp.arange(len(x)) < jnp.sum(sizes)
-  # Multiplying by zero would keep a NaN.
-  x = jnp.where(is_used[:, None], x, jnp.zeros((), x.dtype))
-  return scaling.quantize(x, scale, layout)
+  return scaling.quantize(without_others(x, sizes), scale, layout)
 
 
 def _check_rows(x: Operand, w: Operand, sizes: Array, codes: str) -> None:

@@ -6,6 +6,7 @@
   tensor_scale      scale = amax / qmax for the whole tensor
   quantize_tensor   code = clip(x / scale), in the row layout, the column layout
                     (transposed) or both
+  quantize_grouped  the same; rows that belong to no group become 0 first
 
 Kernels that do not write the column layout treat x as one list of groups. The
 others process tiles (see `rows`).
@@ -29,6 +30,7 @@ from coat_jax.numerics.scaling import (
   Scaling,
 )
 from coat_jax.ops.dispatch import kernel
+from coat_jax.ops.grouped_linear import without_others
 from coat_jax.pallas import supported
 from coat_jax.pallas.mosaic import device, row_ptx, rows
 from coat_jax.pallas.mosaic.scales import (
@@ -176,6 +178,27 @@ def quantize_tensor(
     name="quantize_tiles",
   )
   return Operand(rows.like(in_rows, x), columns, scale)
+
+
+@kernel(_why_not_tensor)
+@jax.jit(static_argnames=("scaling", "layout", "interpret"))
+def quantize_grouped(
+  x: Array,
+  sizes: Array,
+  *,
+  scaling: Scaling = VALUES,
+  scale: Array | None = None,
+  layout: Layout = "rows",
+  interpret: bool = False,
+) -> Operand:
+  """Computes `ops.quantize_grouped`."""
+  return quantize_tensor(
+    without_others(x, sizes),
+    scaling=scaling,
+    scale=scale,
+    layout=layout,
+    interpret=interpret,
+  )
 
 
 def _tiles_kernel(
