@@ -32,6 +32,7 @@ SIZES = {
   "left_over": ((130, 3, 0, 200), 384),
   "one": ((0, 256, 0), 256),
   "none": ((0, 0), 256),
+  "few": ((100, 36), 136),  # Fewer rows than the larger tile has.
 }
 
 
@@ -88,11 +89,12 @@ SMALL = {
 
 
 def interpreted(tile):
-  return kernel.How(SMALL[tile], programs=3, interpret=True)
+  return kernel.How(SMALL.get(tile), programs=3, interpret=True)
 
 
 @pytest.mark.parametrize(
-  "name, tile", quick(1, itertools.product(SIZES, SMALL))
+  "name, tile",
+  quick(2, [("few", None), *itertools.product([*SIZES][:-1], SMALL)]),
 )
 def test_interpreted_kernel_multiplies_rows_by_weights(name, tile):
   x, g, w, sizes = arrays(name, d=256, f=128)
