@@ -162,7 +162,7 @@ def weight_gradient(
 
 
 def _in_columns(x: Operand, recipe: CoatRecipe) -> Operand:
-  """Returns an operand in column layout; transposes its rows if necessary."""
+  """Returns an operand with columns; transposes its rows if it has none."""
   if x.columns is not None:
     return x
   assert x.rows is not None

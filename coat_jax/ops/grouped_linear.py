@@ -72,7 +72,7 @@ def quantize_experts(
   return jax.vmap(lambda w, scale: scaling.quantize(w, scale, layout))(w, scale)
 
 
-def without_others(x: Array, sizes: Array) -> Array:
+def zero_unused_rows(x: Array, sizes: Array) -> Array:
   """Sets rows of x [M, n] that belong to no group to zero."""
   is_used = jnp.arange(len(x)) < jnp.sum(sizes)
   # Multiplying by zero would keep a NaN.
@@ -92,7 +92,7 @@ def quantize_grouped(
 
   If an earlier call quantized the same rows, pass its `scale`.
   """
-  return scaling.quantize(without_others(x, sizes), scale, layout)
+  return scaling.quantize(zero_unused_rows(x, sizes), scale, layout)
 
 
 def _check_rows(x: Operand, w: Operand, sizes: Array, codes: str) -> None:

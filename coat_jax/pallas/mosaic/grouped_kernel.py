@@ -3,7 +3,7 @@
 
 As in `block_kernel`, one persistent program (thread block) per multiprocessor
 computes one tile after another: one warpgroup loads blocks, and the others
-multiply them and add the results in f32. While one adds, the others use the
+multiply them and add the results in f32. While one adds, another can use the
 tensor cores. A block is 128 bytes long along the summed axis: 128 FP8 codes or
 64 values of 16 bits. Only the GPU knows how many rows a group has, so programs
 read the positions of tiles from a table (`Entry`).
@@ -47,7 +47,7 @@ from coat_jax.pallas.mosaic.wgmma import (
 class Tile:
   """The shape of a tile, and how a program computes it."""
 
-  warpgroups: int  # Number that multiply. Each computes 64 rows of the tile.
+  warpgroups: int  # Number of warpgroups that multiply; each computes 64 rows.
   stages: int  # Number of blocks that shared memory holds.
   # The result is written in pieces of 64 rows of 128 bytes. This is the number
   # of pieces that shared memory holds for each warpgroup.

@@ -30,7 +30,7 @@ from coat_jax.numerics.scaling import (
   Scaling,
 )
 from coat_jax.ops.dispatch import kernel
-from coat_jax.ops.grouped_linear import without_others
+from coat_jax.ops.grouped_linear import zero_unused_rows
 from coat_jax.pallas import supported
 from coat_jax.pallas.mosaic import device, row_ptx, rows
 from coat_jax.pallas.mosaic.scales import (
@@ -193,7 +193,7 @@ def quantize_grouped(
 ) -> Operand:
   """Computes `ops.quantize_grouped`."""
   return quantize_tensor(
-    without_others(x, sizes),
+    zero_unused_rows(x, sizes),
     scaling=scaling,
     scale=scale,
     layout=layout,

@@ -16,9 +16,8 @@ from jax.typing import DTypeLike
 WARPGROUPS = 2  # Usual number of warpgroups that multiply.
 ROWS = 64  # Number of rows of the result that one wgmma computes.
 WAVE = WARPGROUPS * ROWS  # Number of rows that both compute at a time.
-# For the number of warpgroups that multiply: registers per thread in matmuls,
-# for these warpgroups and for the one that loads. By default, every thread
-# would get the same number.
+# Registers per thread in matmuls, by the number of warpgroups that multiply:
+# for these warpgroups, and for the one that loads.
 REGISTERS = {2: (232, 40), 3: (160, 24)}
 LAYOUT = plgpu.Layout.WGMMA
 
