@@ -90,11 +90,11 @@ def arrays(rows: int, d: int, f: int, sizes) -> tuple[dict, dict]:
 
   @jax.jit
   def quantized(x, w, g):
-    rows = functools.partial(ops.quantize_grouped, layout="both")
+    rows = functools.partial(ops.quantize_tensor, layout="both")
     gradients = ops.PerTensor(E5M2)
     return dict(
-      x=rows(x, sizes),
-      g=rows(g, sizes, scaling=gradients),
+      x=rows(x),
+      g=rows(g, scaling=gradients),
       w=ops.quantize_experts(w, layout="both"),
     )
 

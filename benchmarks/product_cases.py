@@ -16,6 +16,7 @@ from benchmarks.cases import Case, Sizes, of_op, operand
 from coat_jax import ops, recipes
 from coat_jax.layers import linear
 from coat_jax.numerics.formats import E4M3, E5M2
+from coat_jax.ops.grouped_linear import zero_unused_rows
 
 
 def product_cases(sizes: Sizes) -> Iterator[Case]:
@@ -136,13 +137,6 @@ def _grouped(sizes):
       flops=2 * t * d * f,
       ceiling="fp8",
     )
-  yield of_op(
-    ops.quantize_grouped,
-    dict(rows=t, columns=d, scale="found"),
-    lambda: (rows(t, d), sizes_of()),
-    lambda op, x, counts: op(x, counts, layout="both"),
-    num_bytes=t * d * (2 * sizes.value_bytes + 2),
-  )
   # As for `quantize_rows`, tests need a case that the kernel does not support.
   scaling = ops.PerTensor(E5M2 if f % 16 else E4M3)
   yield of_op(
@@ -157,7 +151,8 @@ def _grouped(sizes):
 @functools.partial(jax.jit, static_argnums=2)
 def _rows_in_fp8(x, sizes, dtype):
   scaling = ops.PerTensor(dtype)
-  return ops.quantize_grouped(x, sizes, scaling=scaling, layout="both")
+  x = zero_unused_rows(x, sizes)
+  return ops.quantize_tensor(x, scaling=scaling, layout="both")
 
 
 _experts_in_fp8 = jax.jit(

@@ -24,6 +24,7 @@ from coat_jax.mesh import (
 )
 from coat_jax.numerics.recipes import CoatRecipe
 from coat_jax.ops import Operand, Scaling
+from coat_jax.ops.grouped_linear import zero_unused_rows
 
 
 class Scales(NamedTuple):
@@ -76,9 +77,8 @@ def rows_operand(
   x = x.astype(dtype)
   if recipe.experts == "bf16":
     return x
-  return ops.quantize_grouped(
-    x,
-    rows.sizes,
+  return ops.quantize_tensor(
+    zero_unused_rows(x, rows.sizes),
     scaling=scaling,
     scale=scale,
     layout=layout,

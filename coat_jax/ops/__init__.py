@@ -60,7 +60,6 @@ from coat_jax.ops.grouped_linear import (
   grouped_linear_wgrad as grouped_linear_wgrad,
 )
 from coat_jax.ops.grouped_linear import quantize_experts as quantize_experts
-from coat_jax.ops.grouped_linear import quantize_grouped as quantize_grouped
 from coat_jax.ops.heads import join_heads as join_heads
 from coat_jax.ops.heads import join_heads_operand as join_heads_operand
 from coat_jax.ops.heads import split_heads as split_heads

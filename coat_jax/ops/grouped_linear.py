@@ -2,9 +2,9 @@
 """Grouped matmuls of FP8 operands: each row times the weight of its group.
 
 Rows are sorted by group, as in `ops.grouped`. Rows after the last group may
-contain anything, even NaN. `quantize_grouped` leaves them out of the scale and
-sets their codes to zero, so they add nothing to a weight's gradient, and their
-results are zero.
+contain anything, even NaN. Before rows are quantized, `zero_unused_rows` sets
+these rows to zero, so they do not affect the scale, they add nothing to a
+weight's gradient, and their results are zero.
 
 All tokens share a scale, all gradients share a scale, and each group's weight
 has a separate scale. Codes are multiplied exactly, and sums are f32.
@@ -77,22 +77,6 @@ def zero_unused_rows(x: Array, sizes: Array) -> Array:
   is_used = jnp.arange(len(x)) < jnp.sum(sizes)
   # Multiplying by zero would keep a NaN.
   return jnp.where(is_used[:, None], x, jnp.zeros((), x.dtype))
-
-
-@op(mosaic="quantize")
-def quantize_grouped(
-  x: Array,
-  sizes: Array,
-  *,
-  scaling: PerTensor = VALUES,
-  scale: Array | None = None,
-  layout: Layout = "rows",
-) -> Operand:
-  """Quantizes the rows of x [M, n] that belong to groups; others become 0.
-
-  If an earlier call quantized the same rows, pass its `scale`.
-  """
-  return scaling.quantize(zero_unused_rows(x, sizes), scale, layout)
 
 
 def _check_rows(x: Operand, w: Operand, sizes: Array, codes: str) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from coat_jax import ops
 from coat_jax.numerics.formats import E4M3, E5M2, qmax
+from coat_jax.ops.grouped_linear import zero_unused_rows
 from tests.comparing import assert_close, assert_same_bits, jit
 
 E, D, F, M = 4, 24, 40, 16
@@ -30,8 +31,10 @@ def arrays(sizes, unused=np.nan):
 @jit
 def operands(x, g, w, sizes):
   return (
-    ops.quantize_grouped(x, sizes, layout="both"),
-    ops.quantize_grouped(g, sizes, scaling=GRADIENTS, layout="both"),
+    ops.quantize_tensor(zero_unused_rows(x, sizes), layout="both"),
+    ops.quantize_tensor(
+      zero_unused_rows(g, sizes), scaling=GRADIENTS, layout="both"
+    ),
     ops.quantize_experts(w, layout="both"),
   )
 

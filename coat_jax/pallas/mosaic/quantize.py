@@ -6,7 +6,6 @@
   tensor_scale      scale = amax / qmax for the whole tensor
   quantize_tensor   code = clip(x / scale), in the row layout, the column layout
                     (transposed) or both
-  quantize_grouped  the same; rows that belong to no group become 0 first
 
 Kernels that do not write the column layout treat x as one list of groups. The
 others process tiles (see `rows`).
@@ -30,7 +29,6 @@ from coat_jax.numerics.scaling import (
   Scaling,
 )
 from coat_jax.ops.dispatch import kernel
-from coat_jax.ops.grouped_linear import zero_unused_rows
 from coat_jax.pallas import supported
 from coat_jax.pallas.mosaic import device, row_ptx, rows
 from coat_jax.pallas.mosaic.scales import (
@@ -178,27 +176,6 @@ def quantize_tensor(
     name="quantize_tiles",
   )
   return Operand(rows.like(in_rows, x), columns, scale)
-
-
-@kernel(_why_not_tensor)
-@jax.jit(static_argnames=("scaling", "layout", "interpret"))
-def quantize_grouped(
-  x: Array,
-  sizes: Array,
-  *,
-  scaling: Scaling = VALUES,
-  scale: Array | None = None,
-  layout: Layout = "rows",
-  interpret: bool = False,
-) -> Operand:
-  """Computes `ops.quantize_grouped`."""
-  return quantize_tensor(
-    zero_unused_rows(x, sizes),
-    scaling=scaling,
-    scale=scale,
-    layout=layout,
-    interpret=interpret,
-  )
 
 
 def _tiles_kernel(

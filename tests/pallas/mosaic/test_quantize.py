@@ -222,16 +222,3 @@ def check_ties(scale):
   np.testing.assert_array_equal(
     np.asarray(actual.rows).view(np.uint8), expected.view(np.uint8)
   )
-
-
-@pytest.mark.parametrize("layout", ["rows", "columns", "both"])
-def test_kernel_of_groups_of_rows_ignores_other_rows(layout):
-  x = cases.activations((48, 144))
-  x[40:], sizes = np.nan, jnp.int32([33, 0, 7])
-  found = quantize.quantize_grouped(
-    jnp.asarray(x), sizes, layout=layout, interpret=True
-  )
-  x[40:] = 0
-  wanted = ops.quantize_tensor.definition(jnp.asarray(x), layout=layout)
-  assert_same_operand(found, wanted)
-  assert np.isfinite(found.scale)
