@@ -282,8 +282,9 @@ def measured_rows(
     if arrays[0] is reference and exact is not None:
       found["error"] = error_of(jax.jit(fn)(*arrays), exact)
     words = [x for x in (case | labels).values() if isinstance(x, str)]
+    error = f"  error {found['error']:.2g}" if "error" in found else ""
     say(
       f"{' '.join(words):40s} {found['tflops']:7.1f} TFLOP/s  "
-      f"{found['median_ms']:.4f} ms  error {found.get('error', np.nan):.2g}"
+      f"{found['median_ms']:.4f} ms{error}"
     )
     yield emit(bench, case, **labels, **found)
