@@ -59,7 +59,7 @@ from coat_jax.layers import (
 from coat_jax.models import VisionConfig
 from coat_jax.models.config import ModelConfig
 from coat_jax.models.layer import TransformerLayer
-from coat_jax.numerics.recipes import CoatRecipe
+from coat_jax.recipes import CoatRecipe
 from train.memory.count import residual_bytes
 from train.presets import PRESETS
 

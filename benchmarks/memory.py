@@ -148,12 +148,11 @@ def main(arguments: list[str] | None = None) -> list[dict]:
   if options.command == "residuals":
     return residuals(options.preset, options.tokens)
   aot.only_compile()
-  chosen = options.presets, options.gpus, options.variants
-  return list(planned.rows(*chosen))
+  return list(planned.rows(options.cases))
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-  """Reads the command line."""
+  """Reads and checks the command line."""
   parser = argparse.ArgumentParser(
     prog="python -m benchmarks.memory",
     description=__doc__.splitlines()[0],
@@ -175,7 +174,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
   command.add_argument(
     "--gpus", nargs="+", type=args.count, default=planned.GPUS
   )
-  return parser.parse_args(arguments)
+  options = parser.parse_args(arguments)
+  if options.command == "plan":
+    chosen = options.presets, options.gpus, options.variants
+    options.cases = planned.cases(*chosen)
+    with args.checked(command):
+      for case in options.cases:
+        planned.configure(**case)
+  return options
 
 
 if __name__ == "__main__":

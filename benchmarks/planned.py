@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 
 from benchmarks import training_step
 from benchmarks.harness import emit, say
+from train.config import TrainConfig
 from train.memory.step import fullest, plan
 
 # For each preset: the sequences per GPU, and the tokens per sequence.
@@ -34,24 +35,39 @@ GPUS = (1, 2, 4, 8)
 VARIANTS = ("bf16", "fp8_linear", "coat", "minimal", "lean", "leanest")
 
 
-def rows(
+def cases(
   presets: Iterable[str], gpus: Iterable[int], variants: Iterable[str]
-) -> Iterator[dict]:
-  """Compiles and plans a step for each combination, and prints its row."""
-  for preset in presets:
-    batch, seq = LOADS[preset]
-    for count in gpus:
-      for variant in variants:
-        say(f"{preset}, GPUs: {count}, {variant}")
-        yield row(preset, variant, gpus=count, batch=batch, seq=seq)
+) -> list[dict]:
+  """Lists the arguments of `configure` and `row` for each combination."""
+  return [
+    dict(preset=preset, variant=variant, gpus=count, batch=batch, seq=seq)
+    for preset in presets
+    for batch, seq in [LOADS[preset]]
+    for count in gpus
+    for variant in variants
+  ]
+
+
+def configure(
+  preset: str, variant: str, *, gpus: int, batch: int, seq: int
+) -> TrainConfig:
+  """Builds the configuration of a step with `batch` sequences per GPU."""
+  mesh = f"fsdp={gpus}" if gpus > 1 else ""
+  return training_step.configure(
+    preset, variant, batch=batch, seq=seq, mesh=mesh
+  )
+
+
+def rows(cases: Iterable[dict]) -> Iterator[dict]:
+  """Compiles and plans a step for each case, and prints its row."""
+  for case in cases:
+    say(f"{case['preset']}, GPUs: {case['gpus']}, {case['variant']}")
+    yield row(**case)
 
 
 def row(preset: str, variant: str, *, gpus: int, batch: int, seq: int) -> dict:
-  """Compiles and plans a step with `batch` sequences per GPU; prints a row."""
-  mesh = f"fsdp={gpus}" if gpus > 1 else ""
-  config = training_step.configure(
-    preset, variant, batch=batch, seq=seq, mesh=mesh
-  )
+  """Compiles and plans a step, and prints its row."""
+  config = configure(preset, variant, gpus=gpus, batch=batch, seq=seq)
   compiled, _ = training_step.compile_step(config)
   peak = compiled.memory_analysis().peak_memory_in_bytes
   moment, memory = fullest(plan(config))

@@ -14,10 +14,8 @@ in `coat_jax.layers`:
 """
 
 from coat_jax import codecs as codecs
+from coat_jax import recipes as recipes
 from coat_jax.codecs import MomentCodec as MomentCodec
-from coat_jax.numerics import recipes as recipes
-from coat_jax.numerics.recipes import CoatRecipe as CoatRecipe
-from coat_jax.numerics.recipes import MeshAxes as MeshAxes
 from coat_jax.optax_coat import apply_updates as apply_updates
 from coat_jax.optax_coat import coat_adamw as coat_adamw
 from coat_jax.optax_coat import scale_by_coat_adam as scale_by_coat_adam
@@ -26,5 +24,7 @@ from coat_jax.optimizer.lion import coat_lion as coat_lion
 from coat_jax.optimizer.lion import scale_by_coat_lion as scale_by_coat_lion
 from coat_jax.optimizer.muon import coat_muon as coat_muon
 from coat_jax.optimizer.muon import scale_by_coat_muon as scale_by_coat_muon
+from coat_jax.recipes import CoatRecipe as CoatRecipe
+from coat_jax.recipes import MeshAxes as MeshAxes
 
 __version__ = "0.1.0"

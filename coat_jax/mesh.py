@@ -36,8 +36,8 @@ import jax.numpy as jnp
 from jax import Array, P, lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, reshard
 
-from coat_jax.numerics.recipes import MeshAxes
 from coat_jax.numerics.varying import varying
+from coat_jax.recipes import MeshAxes
 
 # How the tensor axis splits the weight of a linear layer: by "columns", or by
 # "inputs", which are the rows of the weight and the columns of x. If None, the

@@ -14,8 +14,10 @@ from coat_jax.numerics import stochastic
 from coat_jax.numerics.checks import flatten_like
 from coat_jax.ops.types import StepImplementation
 from coat_jax.optimizer import arguments, weights
+from coat_jax.optimizer.adam import adam_transformation
 from coat_jax.optimizer.adam import scale_by_coat_adam as scale_by_coat_adam
 from coat_jax.optimizer.masks import QuantizeMask
+from coat_jax.optimizer.state import MomentOptions
 from coat_jax.optimizer.state import (
   ScaleByCoatAdamState as ScaleByCoatAdamState,
 )
@@ -107,19 +109,18 @@ def coat_adamw(
 
   Source: arXiv:2410.19313, section 4; `optax.adamw`.
   """
-  tx = scale_by_coat_adam(
-    b1,
-    b2,
-    eps,
-    eps_root,
-    codec=codec,
-    nesterov=nesterov,
-    quantize_mask=quantize_mask,
-    seed=seed,
-    implementation=implementation,
-    shardings=shardings,
+  op = "coat_adamw"
+  options = MomentOptions(
+    op,
+    ScaleByCoatAdamState,
+    codec,
+    quantize_mask,
+    seed,
+    implementation,
+    shardings,
   )
-  return arguments.descend("coat_adamw", tx, learning_rate, weight_decay, mask)
+  tx = adam_transformation(options, b1, b2, eps, eps_root, nesterov)
+  return arguments.descend(op, tx, learning_rate, weight_decay, mask)
 
 
 def apply_updates(

@@ -36,7 +36,7 @@ from coat_jax.models.batch import Batch
 from coat_jax.models.config import FAMILIES, ModelConfig
 from coat_jax.models.decoder import Decoder
 from coat_jax.models.loss import loss_of_hidden
-from coat_jax.numerics.recipes import CoatRecipe
+from coat_jax.recipes import CoatRecipe
 from train.memory.count import residual_bytes
 
 _SIZES: dict[str, Any] = dict(

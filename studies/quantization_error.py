@@ -18,7 +18,7 @@ from coat_jax.models.config import ModelConfig
 from coat_jax.models.layer import TransformerLayer
 from coat_jax.numerics.formats import E4M3, E5M2, INT8
 from coat_jax.numerics.qtensor import quantize
-from coat_jax.numerics.recipes import CoatRecipe
+from coat_jax.recipes import CoatRecipe
 from studies.layer_tensors import LayerTensors
 from studies.trained_moments import EPS, Moments
 

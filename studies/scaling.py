@@ -53,7 +53,7 @@ from benchmarks.layer import (
 from benchmarks.layer import temporary_bytes as temporary_bytes_of
 from coat_jax import ops, recipes
 from coat_jax.numerics.formats import E4M3
-from coat_jax.numerics.recipes import CoatRecipe, Formats
+from coat_jax.recipes import CoatRecipe, Formats
 from train.memory.count import residual_bytes
 from train.presets import PRESETS
 

@@ -56,7 +56,7 @@ from benchmarks import arguments as args
 from benchmarks.harness import emit, say
 from coat_jax.models.config import ModelConfig
 from coat_jax.numerics.formats import E4M3
-from coat_jax.numerics.recipes import Formats
+from coat_jax.recipes import Formats
 from studies import stability_figure
 from studies.rows import read_rows
 from studies.stability_run import Data, Programs, Setup, train_one

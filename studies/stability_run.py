@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 
 from coat_jax.models.decoder import Decoder
-from coat_jax.numerics.recipes import Formats
+from coat_jax.recipes import Formats
 from train import step, watch
 from train.config import TrainConfig
 from train.data.batches import (

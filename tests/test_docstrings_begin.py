@@ -26,7 +26,7 @@ DONE = (
   "coat_jax/optimizer",
   "coat_jax/pallas",
   "coat_jax/numerics/qtensor.py",
-  "coat_jax/numerics/recipes.py",
+  "coat_jax/recipes.py",
   "coat_jax/optimizer/sharding.py",
   "coat_jax/numerics/stochastic.py",
   "examples",

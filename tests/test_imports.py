@@ -17,10 +17,11 @@ FOLDERS = ("coat_jax", "train", "benchmarks", "studies")
 # A module may import only modules of a lower rank.
 RANKS = {
   "numerics": 0,
-  **dict.fromkeys(["codecs", "mesh", "ops"], 1),
-  **dict.fromkeys(["optimizer", "layers"], 2),
-  **dict.fromkeys(["models", "optax_coat", "pallas"], 3),
-  "integrations": 4,
+  "recipes": 1,
+  **dict.fromkeys(["codecs", "mesh", "ops"], 2),
+  **dict.fromkeys(["optimizer", "layers"], 3),
+  **dict.fromkeys(["models", "optax_coat", "pallas"], 4),
+  "integrations": 5,
 }
 
 
@@ -103,6 +104,7 @@ def test_imports_only_go_down(folder):
   [
     ("coat_jax/numerics/qtensor.py", "from coat_jax import codecs"),
     ("coat_jax/ops/norm.py", "from coat_jax.mesh import spec_of"),
+    ("coat_jax/recipes.py", "from coat_jax.mesh import spec_of"),
     ("coat_jax/numerics/qtensor.py", "def f():\n  import coat_jax"),
     ("coat_jax/numerics/qtensor.py", "from . import formats"),
     ("coat_jax/ops/norm.py", "from coat_jax.pallas import quantize"),

@@ -22,9 +22,9 @@ from coat_jax.layers import with_weight_cache
 from coat_jax.models.config import ModelConfig
 from coat_jax.models.layer import TransformerLayer
 from coat_jax.models.params import param_spec
-from coat_jax.numerics.recipes import MeshAxes
 from coat_jax.optimizer import fused_coat_adamw
 from coat_jax.optimizer.masks import leaf_path
+from coat_jax.recipes import MeshAxes
 from tests.comparing import assert_same_bits
 from train import step
 from train.mesh import batch_sharding, make_mesh, parse_mesh

@@ -15,12 +15,12 @@ from typing import Annotated, Literal, Self
 
 import tyro
 
+from coat_jax import recipes
 from coat_jax.models.config import ModelConfig, Remat
 from coat_jax.models.params import mesh_axes
 from coat_jax.models.ranges import Count, Range, Width, check_fields
 from coat_jax.models.remat import check_remat
-from coat_jax.numerics import recipes
-from coat_jax.numerics.recipes import (
+from coat_jax.recipes import (
   CoatRecipe,
   GradDtype,
   Kept,

@@ -35,7 +35,7 @@ from train.evaluation.answers import Answers, ask, read_conversations
 from train.evaluation.documents import read_documents
 from train.evaluation.perplexity import Documents, perplexity
 from train.evaluation.tasks import Tasks
-from train.options import read_path, shown
+from train.options import Flag, read_path, shown
 from train.run.exits import exit_status, say
 from train.run.signals import Signals
 from train.run.writing import check_out
@@ -67,6 +67,7 @@ class EvaluateConfig:
       generates the model's answers. Repeat the option for more files.
     images: Folder that image names in conversations are relative to.
     template: Name of a published chat template to use.
+    skip_bad: Skip rows that cannot be used, and print how many.
     max_tokens: Maximum number of tokens in an answer.
     beside: A second model that answers the same questions.
     page: An HTML file to write, with questions, images and answers.
@@ -94,6 +95,7 @@ class EvaluateConfig:
     str | None, shown("default: the folder of the conversations")
   ] = None
   template: Annotated[str | None, shown("default: the tokenizer's own")] = None
+  skip_bad: Flag = False
   max_tokens: Count = 64
   beside: _Path = None
   page: _Path = None
@@ -118,7 +120,14 @@ class EvaluateConfig:
     for needed, names in {
       "task": ("task_dir", "shots"),
       "data": ("stride", "documents"),
-      "conversations": ("images", "template", "max_tokens", "beside", "page"),
+      "conversations": (
+        "images",
+        "template",
+        "skip_bad",
+        "max_tokens",
+        "beside",
+        "page",
+      ),
     }.items():
       for name in names:
         is_set = getattr(self, name) != getattr(type(self), name)
@@ -239,14 +248,17 @@ def _read_conversations(
   images = config.images and read_path("images", config.images)
 
   def read(each: Source) -> Conversations:
-    return read_conversations(
+    documents = read_conversations(
       each,
       list(config.conversations),
       length=each.length,
       tokenizer=config.tokenizer,
       template=config.template,
+      skip_bad=config.skip_bad,
       images=images or None,
     )
+    say(f"{each.name}: {documents.counts.describe()}")
+    return documents
 
   return [(each, read(each)) for each in sources]
 

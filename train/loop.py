@@ -129,6 +129,12 @@ def train[Config: TrainConfig](
         f"{config.out}: all {config.steps} steps are already done; the newest "
         f"checkpoint is of step {done}"
       )
+      if changed:
+        say(
+          f"{config.out}: these changes have no effect; pass a larger --steps "
+          "to continue the run with them",
+          *changed,
+        )
       return
     with stop_on_bad_input():
       state = restore(run.checkpoints, done, config, abstract, batches)

@@ -26,7 +26,7 @@ import tyro
 from coat_jax.models.config import Remat
 from coat_jax.models.ranges import Count, Width, check_fields
 from coat_jax.models.vision_language import VisionLanguageConfig
-from coat_jax.numerics.recipes import GradDtype, Kept, WeightCache
+from coat_jax.recipes import GradDtype, Kept, WeightCache
 from train import mesh as meshes
 from train import pretrained
 from train.command_line import read_options

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import qwix
 from jax import Array
 
+from coat_jax import recipes
 from coat_jax.layers import linear
-from coat_jax.numerics import recipes
 
 
 class CoatProvider(qwix.QuantizationProvider):

@@ -15,8 +15,8 @@ from coat_jax.layers.module import check_float, recipe_of
 from coat_jax.layers.operands import in_groups
 from coat_jax.layers.residuals import residual_scope, save_residual
 from coat_jax.layers.rule import rule
-from coat_jax.numerics.recipes import CoatRecipe
 from coat_jax.ops.activation import check_activation
+from coat_jax.recipes import CoatRecipe
 
 
 def _fwd(*arguments):

@@ -50,8 +50,8 @@ from coat_jax.layers.product import (
 from coat_jax.layers.rule import rule
 from coat_jax.mesh import run_whole, spec_of, tokens
 from coat_jax.numerics.checks import check_kind
-from coat_jax.numerics.recipes import CoatRecipe
 from coat_jax.ops import BlockScales
+from coat_jax.recipes import CoatRecipe
 
 
 class BlockWeights(NamedTuple):

@@ -17,7 +17,7 @@ from coat_jax.layers.module import RecipeModule, Sharding, reshard
 from coat_jax.layers.norm import Norm, make_norm, norm_options
 from coat_jax.layers.parameters import NO_METADATA, Metadata, stack_options
 from coat_jax.layers.product import LinearWeights
-from coat_jax.numerics.recipes import CoatRecipe
+from coat_jax.recipes import CoatRecipe
 
 
 class NormLinearOptions(TypedDict, total=False):

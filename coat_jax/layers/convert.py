@@ -28,7 +28,7 @@ from coat_jax.layers.linear import Linear
 from coat_jax.layers.mlp import MLP
 from coat_jax.layers.module import RecipeModule, recipe_of
 from coat_jax.numerics.checks import check_kind, refuse
-from coat_jax.numerics.recipes import CoatRecipe
+from coat_jax.recipes import CoatRecipe
 
 type BlockType = type[MLP | NormLinear]
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from coat_jax import ops
+from coat_jax import ops, recipes
 from coat_jax.layers.block import BlockWeights, block
 from coat_jax.layers.block_module import NormLinear
 from coat_jax.layers.linear import Linear, norm_linear
@@ -34,8 +34,7 @@ from coat_jax.layers.norm import (
 )
 from coat_jax.layers.product import LinearWeights
 from coat_jax.layers.residuals import RESIDUAL_NAMES
-from coat_jax.numerics import recipes
-from coat_jax.numerics.recipes import CoatRecipe
+from coat_jax.recipes import CoatRecipe
 
 COUNTERPARTS: dict[type, type[RecipeModule]] = {
   nnx.Linear: Linear,

@@ -19,8 +19,8 @@ from coat_jax.layers.residuals import save_residual
 from coat_jax.layers.rope import positions_spec
 from coat_jax.layers.rule import rule
 from coat_jax.mesh import own_heads
-from coat_jax.numerics.recipes import CoatRecipe, MeshAxes
 from coat_jax.ops import AttentionKind, AttentionResiduals
+from coat_jax.recipes import CoatRecipe, MeshAxes
 
 # The kind of all layers, or a tuple with one entry for each kind in a stack.
 type Kinds = AttentionKind | tuple[AttentionKind, ...]

@@ -22,9 +22,9 @@ from coat_jax.mesh import (
   scale_axes,
   size_of,
 )
-from coat_jax.numerics.recipes import CoatRecipe
 from coat_jax.ops import Operand, Scaling
 from coat_jax.ops.grouped_linear import zero_unused_rows
+from coat_jax.recipes import CoatRecipe
 
 
 class Scales(NamedTuple):

@@ -44,8 +44,8 @@ from coat_jax.mesh import (
   scatter_sequence,
   tokens,
 )
-from coat_jax.numerics.recipes import CoatRecipe
 from coat_jax.ops import BlockScales, Operand
+from coat_jax.recipes import CoatRecipe
 
 
 class FrontStatic(NamedTuple):

@@ -36,8 +36,8 @@ from coat_jax.mesh import (
   split_kernel,
 )
 from coat_jax.numerics.checks import check_choice, check_kind
-from coat_jax.numerics.recipes import CoatRecipe
 from coat_jax.ops import Operand
+from coat_jax.recipes import CoatRecipe
 
 _SPLITS = ("columns", "inputs", None)
 default_kernel_init = nnx.initializers.lecun_normal()

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 from jax import Array, P
 
-from coat_jax.numerics.recipes import CoatRecipe, MeshAxes
 from coat_jax.ops import Operand
+from coat_jax.recipes import CoatRecipe, MeshAxes
 
 
 class MiddleOutput(NamedTuple):

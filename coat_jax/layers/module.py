@@ -12,7 +12,7 @@ from jax import Array
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from coat_jax.numerics import recipes
+from coat_jax import recipes
 from coat_jax.numerics.checks import (
   COUNT,
   check_array,
@@ -20,7 +20,7 @@ from coat_jax.numerics.checks import (
   check_kind,
   check_whole,
 )
-from coat_jax.numerics.recipes import CoatRecipe
+from coat_jax.recipes import CoatRecipe
 
 _SOME_AXES = range(1, 65)
 type Sharding = NamedSharding | PartitionSpec | None

@@ -58,7 +58,7 @@ from coat_jax.mesh import (
   token_shards,
 )
 from coat_jax.numerics.checks import Range, check_kind, check_whole
-from coat_jax.numerics.recipes import CoatRecipe
+from coat_jax.recipes import CoatRecipe
 
 # The fan-in does not include E, so each expert is initialized like a `Linear`.
 default_experts_init = nnx.initializers.variance_scaling(

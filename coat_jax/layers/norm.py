@@ -28,7 +28,7 @@ from coat_jax.layers.rule import rule
 from coat_jax.mesh import run_whole, spec_of, sum_tokens, tokens
 from coat_jax.numerics.checks import NOT_NEGATIVE, check_choice, check_number
 from coat_jax.numerics.qtensor import QTensor
-from coat_jax.numerics.recipes import CoatRecipe
+from coat_jax.recipes import CoatRecipe
 
 
 class NormSaved(NamedTuple):

@@ -16,9 +16,9 @@ from coat_jax import ops
 from coat_jax.layers.residuals import save_residual
 from coat_jax.mesh import check_has_positions, scale_axes, size_of, tensor_size
 from coat_jax.numerics.qtensor import QTensor
-from coat_jax.numerics.recipes import CoatRecipe
 from coat_jax.numerics.scaling import BLOCK
 from coat_jax.ops import BlockScales, Operand
+from coat_jax.recipes import CoatRecipe
 
 
 def value_scaling(recipe: CoatRecipe) -> ops.Scaling:

@@ -41,8 +41,8 @@ from coat_jax.mesh import (
   sum_tokens,
   tensor_size,
 )
-from coat_jax.numerics.recipes import CoatRecipe, MeshAxes
 from coat_jax.ops import BlockScales, Operand
+from coat_jax.recipes import CoatRecipe, MeshAxes
 
 
 class LinearWeights(NamedTuple):

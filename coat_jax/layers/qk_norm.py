@@ -15,7 +15,7 @@ from coat_jax import ops
 from coat_jax.layers.residuals import cotangent
 from coat_jax.mesh import sum_tokens
 from coat_jax.numerics.checks import NOT_NEGATIVE, check_choice, check_number
-from coat_jax.numerics.recipes import MeshAxes
+from coat_jax.recipes import MeshAxes
 
 NormedOver = Literal["head", "all"]
 

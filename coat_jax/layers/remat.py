@@ -28,7 +28,7 @@ from coat_jax.layers.operands import in_groups
 from coat_jax.layers.residuals import check_names_are_read, name_residual
 from coat_jax.layers.rule import rule
 from coat_jax.numerics.checks import ANY, check_function, check_whole, refuse
-from coat_jax.numerics.recipes import CoatRecipe
+from coat_jax.recipes import CoatRecipe
 
 _INPUT = "coat_input"
 

@@ -23,7 +23,6 @@ from coat_jax.mesh import (
   tensor_size,
 )
 from coat_jax.numerics.checks import check_kind, described, is_array
-from coat_jax.numerics.recipes import CoatRecipe, MeshAxes
 from coat_jax.ops.rope import (
   Rotary,
   Theta,
@@ -33,6 +32,7 @@ from coat_jax.ops.rope import (
   rotate_back,
   rotation,
 )
+from coat_jax.recipes import CoatRecipe, MeshAxes
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnames=("theta",))

@@ -23,7 +23,7 @@ from coat_jax.layers.exchange import (
 )
 from coat_jax.mesh import size_of, sum_tokens, token_shards
 from coat_jax.numerics.checks import check_kind
-from coat_jax.numerics.recipes import MeshAxes
+from coat_jax.recipes import MeshAxes
 
 
 class RoutingStats(NamedTuple):

@@ -20,10 +20,10 @@ from jax.sharding import NamedSharding
 from coat_jax import mesh
 from coat_jax.layers.residuals import protect_codes
 from coat_jax.mesh import spec_of
-from coat_jax.numerics.recipes import CoatRecipe, MeshAxes
 from coat_jax.ops import Operand
 from coat_jax.ops.capability import FP8, is_before
 from coat_jax.ops.dispatch import target
+from coat_jax.recipes import CoatRecipe, MeshAxes
 
 
 @functools.partial(

@@ -33,8 +33,8 @@ from coat_jax.mesh import (
   split_inputs,
   sum_tokens,
 )
-from coat_jax.numerics.recipes import MeshAxes
 from coat_jax.numerics.varying import varying
+from coat_jax.recipes import MeshAxes
 
 # Limits the bytes of f32 logits in a chunk; one position is always allowed.
 LOGITS_BYTES = 2**28

@@ -22,13 +22,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array, P
 
+from coat_jax import recipes
 from coat_jax.layers import Attention
 from coat_jax.layers.module import RecipeModule
 from coat_jax.models.decoder import Decoder
 from coat_jax.models.layer import TransformerLayer
 from coat_jax.models.placing import Placed
 from coat_jax.models.vision.tower import VisionTower
-from coat_jax.numerics import recipes
 from coat_jax.ops import AttentionKind
 from coat_jax.ops.attention import einsum_f32, grouped_heads
 from coat_jax.ops.heads import split_heads

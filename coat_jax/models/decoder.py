@@ -18,7 +18,7 @@ from coat_jax.models.initialization import Start, Store, store_params
 from coat_jax.models.layer import outer_norm, stack_layers
 from coat_jax.models.placing import Placed, place_features
 from coat_jax.models.remat import Carry, check_remat, run_layers
-from coat_jax.numerics.recipes import CoatRecipe
+from coat_jax.recipes import CoatRecipe
 
 
 class Decoder(nnx.Module):

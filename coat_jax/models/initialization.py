@@ -10,7 +10,7 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
-from coat_jax.numerics import recipes
+from coat_jax import recipes
 from coat_jax.numerics.checks import dtype_of
 from coat_jax.optimizer.masks import is_norm_or_bias
 

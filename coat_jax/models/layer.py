@@ -9,14 +9,14 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
+from coat_jax import recipes
 from coat_jax.layers import MLP, Attention, MoE, RoutingStats
 from coat_jax.layers.norm import make_norm
 from coat_jax.models.config import ModelConfig
 from coat_jax.models.initialization import STDDEV, Start, Store, store_params
 from coat_jax.models.vision.config import VisionConfig
-from coat_jax.numerics import recipes
 from coat_jax.numerics.checks import check_kind
-from coat_jax.numerics.recipes import CoatRecipe
+from coat_jax.recipes import CoatRecipe
 
 
 class TransformerLayer(nnx.Module):

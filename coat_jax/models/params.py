@@ -12,9 +12,9 @@ from coat_jax.mesh import split_inputs
 from coat_jax.models.config import ModelConfig
 from coat_jax.models.vision.config import VisionConfig
 from coat_jax.numerics.checks import check_kind
-from coat_jax.numerics.recipes import GradDtype, MeshAxes
 from coat_jax.optimizer.masks import check_leaf, leaf_path
 from coat_jax.optimizer.matrices import Matrices, MatrixSplit
+from coat_jax.recipes import GradDtype, MeshAxes
 
 # The mesh axes that models use.
 AXES = MeshAxes(batch=("data", "fsdp"), fsdp="fsdp", tensor="tensor")

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array, P
 
 from coat_jax.mesh import run_on_shards, run_whole, spec_of
-from coat_jax.numerics.recipes import MeshAxes
+from coat_jax.recipes import MeshAxes
 
 
 class Placed(NamedTuple):

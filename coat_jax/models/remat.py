@@ -19,8 +19,8 @@ from coat_jax.models.batch import positions
 from coat_jax.models.config import Remat
 from coat_jax.models.params import param_spec
 from coat_jax.numerics.checks import check_choice
-from coat_jax.numerics.recipes import CoatRecipe, MeshAxes
 from coat_jax.optimizer.masks import leaf_path
+from coat_jax.recipes import CoatRecipe, MeshAxes
 
 # Hidden states [B, T, D] and, if there are experts, their routing statistics,
 # summed over the layers so far.

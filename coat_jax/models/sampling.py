@@ -37,10 +37,11 @@ def make_sampling(
   """Checks the options of `generate`, and converts them to arrays."""
   op, remedy = "generate", "0 chooses the most probable token"
   check_number(op, "temperature", temperature, NOT_NEGATIVE, remedy)
+  remedy = "leave it out to draw from all tokens"
   if top_k is not None:
-    check_whole(op, "top_k", top_k, COUNT, "pass None for all")
+    check_whole(op, "top_k", top_k, COUNT, remedy)
   if top_p is not None:
-    check_number(op, "top_p", top_p, Range(1.2e-38, 1), "pass None for all")
+    check_number(op, "top_p", top_p, Range(1.2e-38, 1), remedy)
   if temperature == 0 and not (top_k is None and top_p is None):
     raise ValueError(
       "generate: top_k and top_p apply to sampling, got temperature 0, which "

@@ -27,7 +27,7 @@ from coat_jax.models.ranges import check_fields
 from coat_jax.models.vision.config import VisionConfig
 from coat_jax.models.vision.tower import VisionTower
 from coat_jax.numerics.checks import Range, check_kind, check_whole
-from coat_jax.numerics.recipes import CoatRecipe
+from coat_jax.recipes import CoatRecipe
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

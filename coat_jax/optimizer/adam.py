@@ -232,9 +232,8 @@ def scale_by_coat_adam(
 
   Source: arXiv:2410.19313, section 4; docs/deviations.md 4 to 9.
   """
-  name = "scale_by_coat_adam"
   options = MomentOptions(
-    name,
+    "scale_by_coat_adam",
     ScaleByCoatAdamState,
     codec,
     quantize_mask,
@@ -242,10 +241,22 @@ def scale_by_coat_adam(
     implementation,
     shardings,
   )
-  check_hyperparameters(name, b1=b1, b2=b2, eps=eps, eps_root=eps_root)
-  adam_update.require_known(implementation, name)
+  return adam_transformation(options, b1, b2, eps, eps_root, nesterov)
+
+
+def adam_transformation(
+  options: MomentOptions,
+  b1: ArrayLike,
+  b2: ArrayLike,
+  eps: ArrayLike,
+  eps_root: ArrayLike,
+  nesterov: bool,
+) -> optax.GradientTransformation:
+  """Makes Adam's transformation; its errors name the function `options.op`."""
+  check_hyperparameters(options.op, b1=b1, b2=b2, eps=eps, eps_root=eps_root)
+  adam_update.require_known(options.implementation, options.op)
   return transformation(
     options,
-    functools.partial(adam_update, implementation=implementation),
+    functools.partial(adam_update, implementation=options.implementation),
     lambda count: adam_scalars(count, b1, b2, eps, eps_root, nesterov=nesterov),
   )

@@ -93,11 +93,22 @@ def scale_by_coat_lion(
 
   Source: arXiv:2302.06675, algorithm 2; `optax.scale_by_lion`.
   """
-  name = "scale_by_coat_lion"
   options = MomentOptions(
-    name, ScaleByCoatLionState, codec, quantize_mask, seed, shardings=shardings
+    "scale_by_coat_lion",
+    ScaleByCoatLionState,
+    codec,
+    quantize_mask,
+    seed,
+    shardings=shardings,
   )
-  arguments.check_hyperparameters(name, b1=b1, b2=b2)
+  return lion_transformation(options, b1, b2)
+
+
+def lion_transformation(
+  options: MomentOptions, b1: ArrayLike, b2: ArrayLike
+) -> optax.GradientTransformation:
+  """Makes Lion's transformation; its errors name the function `options.op`."""
+  arguments.check_hyperparameters(options.op, b1=b1, b2=b2)
   return transformation(
     options,
     functools.partial(update_of, lion),
@@ -157,12 +168,9 @@ def coat_lion(
 
   Source: arXiv:2302.06675, algorithm 2; `optax.lion`.
   """
-  tx = scale_by_coat_lion(
-    b1,
-    b2,
-    codec=codec,
-    quantize_mask=quantize_mask,
-    seed=seed,
-    shardings=shardings,
+  op = "coat_lion"
+  options = MomentOptions(
+    op, ScaleByCoatLionState, codec, quantize_mask, seed, shardings=shardings
   )
-  return arguments.descend("coat_lion", tx, learning_rate, weight_decay, mask)
+  tx = lion_transformation(options, b1, b2)
+  return arguments.descend(op, tx, learning_rate, weight_decay, mask)

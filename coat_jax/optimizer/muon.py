@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Muon with its momentum stored in FP8, as an optax transformation."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from jax.typing import ArrayLike
 from coat_jax import codecs
 from coat_jax.numerics.stochastic import LeafPart
 from coat_jax.optimizer import arguments
-from coat_jax.optimizer.adam import scale_by_coat_adam
+from coat_jax.optimizer.adam import adam_transformation
 from coat_jax.optimizer.masks import QuantizeMask, leaf_paths
 from coat_jax.optimizer.matrices import (
   COEFFICIENTS,
@@ -28,6 +29,7 @@ from coat_jax.optimizer.matrices import (
 from coat_jax.optimizer.state import (
   GroupCodecs,
   MomentOptions,
+  ScaleByCoatAdamState,
   ScaleByCoatMuonState,
   Stored,
 )
@@ -131,15 +133,35 @@ def scale_by_coat_muon(
 
   Source: Jordan et al., Muon, 2024; `optax.contrib.scale_by_muon`.
   """
-  op = "scale_by_coat_muon"
   options = MomentOptions(
-    op, ScaleByCoatMuonState, codec, quantize_mask, seed, shardings=shardings
-  )
-  arguments.check_coefficients(op, ns_coeffs)
-  arguments.check_hyperparameters(
-    op, ns_steps=ns_steps, beta=beta, eps=eps, consistent_rms=consistent_rms
+    "scale_by_coat_muon",
+    ScaleByCoatMuonState,
+    codec,
+    quantize_mask,
+    seed,
+    shardings=shardings,
   )
   iteration = NewtonSchulz(ns_coeffs, ns_steps, eps, consistent_rms)
+  return muon_transformation(options, iteration, beta, nesterov, matrices)
+
+
+def muon_transformation(
+  options: MomentOptions,
+  iteration: NewtonSchulz,
+  beta: ArrayLike,
+  nesterov: bool,
+  matrices: Matrices | None,
+) -> optax.GradientTransformation:
+  """Makes Muon's transformation; its errors name the function `options.op`."""
+  op = options.op
+  arguments.check_coefficients(op, iteration.coefficients)
+  arguments.check_hyperparameters(
+    op,
+    ns_steps=iteration.steps,
+    beta=beta,
+    eps=iteration.eps,
+    consistent_rms=iteration.consistent_rms,
+  )
   split_of = checked_matrices(op, matrices)
   momentum = transformation(
     options,
@@ -248,22 +270,17 @@ def coat_muon(
   Source: Jordan et al., Muon, 2024; `optax.contrib.muon`.
   """
   op = "coat_muon"
-  arguments.check_codec(op, codec)
+  options = MomentOptions(
+    op, ScaleByCoatMuonState, codec, quantize_mask, seed, shardings=shardings
+  )
   arguments.check_hyperparameters(
     op,
     adam_b1=adam_b1,
     adam_b2=adam_b2,
     adam_eps_root=adam_eps_root,
     adam_learning_rate=adam_learning_rate,
-    seed=seed,
   )
   split_of = checked_matrices(op, matrices)
-  shared: dict[str, Any] = dict(
-    codec=codec,
-    nesterov=nesterov,
-    quantize_mask=quantize_mask,
-    shardings=shardings,
-  )
 
   def label(params: Any) -> Any:
     labels = [
@@ -272,23 +289,15 @@ def coat_muon(
     ]
     return jax.tree.structure(params).unflatten(labels)
 
-  muon = scale_by_coat_muon(
-    ns_coeffs,
-    ns_steps,
-    beta,
-    eps,
-    consistent_rms=consistent_rms,
-    matrices=matrices,
-    seed=seed,
-    **shared,
-  )
-  adam = scale_by_coat_adam(
-    adam_b1,
-    adam_b2,
-    eps,
-    adam_eps_root,
+  adam_options = dataclasses.replace(
+    options,
+    state_type=ScaleByCoatAdamState,
     seed=seed ^ _ADAM_STREAM,  # pyright: ignore[reportOperatorIssue]
-    **shared,
+  )
+  iteration = NewtonSchulz(ns_coeffs, ns_steps, eps, consistent_rms)
+  muon = muon_transformation(options, iteration, beta, nesterov, matrices)
+  adam = adam_transformation(
+    adam_options, adam_b1, adam_b2, eps, adam_eps_root, nesterov
   )
   if adam_learning_rate is None:
     adam_learning_rate = learning_rate

@@ -5,6 +5,7 @@ import math
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import tree_leaves_with_path
 
@@ -112,7 +113,8 @@ def state_report(
       library ("coat state"), such as the state of `coat_adamw`. For
       `coat_muon`, pass `state.inner_states["muon"]` or `["adam"]`.
     reference: exact moments to compare with: the f32 state of optax's optimizer
-      of the same kind (for `encoded`, of the inner optimizer) in the same run.
+      of the same kind (for `encoded`, of the inner optimizer) in the same run,
+      or a state that contains exactly one such state, as that of `optax.adamw`.
 
   Returns:
     A dict, which JSON can store, from each leaf's path to a dict with
@@ -159,13 +161,7 @@ def state_report(
     inner = state._asdict()
     del inner["count"]
     if reference is not None:
-      if missing := [name for name in inner if not hasattr(reference, name)]:
-        raise TypeError(
-          f"{op}: reference must have the moments {', '.join(inner)}, got a "
-          f"{type(reference).__name__} without {missing[0]}; pass the state of "
-          "optax's optimizer of this kind, as in adam_state[0]"
-        )
-      reference = {name: getattr(reference, name) for name in inner}
+      reference = _moments_named(op, list(inner), reference)
   nodes = tree_leaves_with_path(inner, is_leaf=is_moment)
   exact = [None] * len(nodes)
   if reference is not None:
@@ -201,13 +197,32 @@ def state_report(
   return out
 
 
+def _moments_named(op: str, names: list[str], reference: Any) -> dict[str, Any]:
+  """Finds the one node of `reference` that has these moments."""
+
+  def has_moments(node):
+    return all(hasattr(node, name) for name in names)
+
+  nodes = jax.tree.leaves(reference, is_leaf=has_moments)
+  found = [node for node in nodes if has_moments(node)]
+  if len(found) != 1:
+    raise TypeError(
+      f"{op}: reference must contain one state with the moments "
+      f"{', '.join(names)}, got {len(found)} in a {type(reference).__name__}; "
+      "pass the state of optax's optimizer of this kind"
+    )
+  return {name: getattr(found[0], name) for name in names}
+
+
 def _report_moment(group: GroupCodec, encoded: Encoded, decoded, exact) -> dict:
   values = _in_f64(decoded)
   report = {}
   if isinstance(group, ExpandedFP8):
     powers = np.asarray(group.power(encoded.amax, encoded.range), np.float64)
-    occupied = np.any(split_groups(decoded, group.group_size) != 0, axis=-1)
-    powers = powers[np.asarray(occupied)]
+    # On explicit axes, JAX cannot split the rows of `decoded` into groups if
+    # devices split a group; those of `values` are on this host.
+    grouped = split_groups(jnp.asarray(values), group.group_size)
+    powers = powers[np.any(grouped != 0, axis=-1)]
     if powers.size:
       report["power"] = {
         name: float(np.quantile(powers, q)) for name, q in _QUANTILES.items()

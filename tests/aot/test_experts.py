@@ -16,7 +16,7 @@ from jax.sharding import AxisType
 from benchmarks.aot import h200_devices
 from coat_jax import recipes
 from coat_jax.layers import MoE
-from coat_jax.numerics.recipes import MeshAxes
+from coat_jax.recipes import MeshAxes
 from tests.aot.compiling import compile_for_h200, instructions
 
 pytestmark = pytest.mark.aot

@@ -235,6 +235,7 @@ def _benchmarks() -> Iterator[tuple[str, list[str]]]:
     ["state", "--preset", "x"],
     ["plan", "--variants", "x"],
     ["plan", "--presets", "demo", "--gpus", "1"],
+    ["plan", "--gpus", "3"],
   ):
     yield "benchmarks.memory", line
   for line in (["--gpus", "3"], ["--gpus", "1", "--presets", "llama2_7b"]):

@@ -186,7 +186,7 @@ def generate(prompts=((1,),), max_new_tokens=2, model=DECODER, **options):
 SCOPE = (
   {
     name: getattr(module, name)
-    for module in (coat_jax, optimizer, numerics)
+    for module in (coat_jax, optimizer, numerics, recipes)
     for name in dir(module)
   }
   | {name: getattr(layers, name) for name in dir(layers)}

@@ -90,6 +90,15 @@ def test_command_line_sets_tokens_and_refuses_bad_values(capsys):
   assert "from 1 to 1048576, got 0" in capsys.readouterr().err
 
 
+def test_plan_refuses_a_mesh_that_does_not_fit(not_compiling, capsys):
+  line = ["plan", "--presets", "demo", "--gpus", "1", "3"]
+  with pytest.raises(SystemExit, match="2"):
+    memory.main(line)
+  *_, last = capsys.readouterr().err.splitlines()
+  assert "error: mesh: fsdp must divide d_model, got fsdp=3" in last
+  assert not not_compiling, "a step was compiled before all were checked"
+
+
 class Compiled:
   """A fake compiled step with a peak of 100 bytes in BF16, otherwise 40."""
 

@@ -68,7 +68,7 @@ def test_public_names_have_entries(module):
   documented = [find(entry) for entry in ENTRIES]
   missing = [
     path
-    for name in public_names(find(module))
+    for name in public_names(importlib.import_module(module))
     if (path := f"{module}.{name}") not in ENTRIES
     # One entry is enough for what can be imported from several modules.
     and not any(find(path) is other for other in documented)

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 
 from coat_jax import ops
 from coat_jax.numerics.formats import E4M3
-from coat_jax.numerics.recipes import Formats
 from coat_jax.ops import AttentionKind, Groups, PerTensor
+from coat_jax.recipes import Formats
 from tests.ops.naive_attention import naive_attention, seen
 
 CAUSAL = AttentionKind()

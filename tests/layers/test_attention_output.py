@@ -13,8 +13,8 @@ from jax.sharding import AxisType, NamedSharding
 
 from coat_jax import recipes
 from coat_jax.layers import dot_product_attention
-from coat_jax.numerics.recipes import MeshAxes
 from coat_jax.ops import AttentionKind
+from coat_jax.recipes import MeshAxes
 from tests.comparing import assert_close, jit
 from tests.layers import straight_through
 from tests.layers.attention_output import attention_output

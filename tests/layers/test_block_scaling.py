@@ -20,8 +20,8 @@ from coat_jax.layers import (
 )
 from coat_jax.numerics import qtensor
 from coat_jax.numerics.formats import E4M3, E5M2
-from coat_jax.numerics.recipes import CoatRecipe, Formats
 from coat_jax.numerics.scaling import Blocks, PerTensor, Tiles
+from coat_jax.recipes import CoatRecipe, Formats
 from tests import oracles
 from tests.comparing import assert_close, assert_same_bits, jit
 from tests.matrices import quick

@@ -12,7 +12,7 @@ from flax import nnx
 from coat_jax import recipes
 from coat_jax.layers import MLP, Attention
 from coat_jax.numerics.formats import E4M3, E5M2, INT8
-from coat_jax.numerics.recipes import Formats
+from coat_jax.recipes import Formats
 from tests.matrices import quick
 
 BLOCKS = {

@@ -24,7 +24,7 @@ from coat_jax.layers import (
   fp8_remat,
   remat,
 )
-from coat_jax.numerics.recipes import MeshAxes
+from coat_jax.recipes import MeshAxes
 from tests import oracles
 from tests.comparing import assert_close, assert_same_bits, jit
 

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType
 
 from coat_jax.layers import vocabulary
-from coat_jax.numerics.recipes import MeshAxes
+from coat_jax.recipes import MeshAxes
 from tests.comparing import assert_close
 from tests.matrices import quick
 

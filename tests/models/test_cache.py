@@ -19,7 +19,7 @@ from coat_jax.models.cache import (
   empty_cache,
   unstacked,
 )
-from coat_jax.numerics.recipes import MeshAxes
+from coat_jax.recipes import MeshAxes
 from tests.comparing import assert_close, jit
 from tests.matrices import quick
 from train.mesh import make_mesh, parse_mesh

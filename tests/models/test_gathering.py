@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from coat_jax import recipes
 from coat_jax.layers import Linear
 from coat_jax.models.remat import gather_weights
-from coat_jax.numerics.recipes import MeshAxes
+from coat_jax.recipes import MeshAxes
 from tests.comparing import assert_close, jit
 from tests.models.test_cache import CONFIGS, V, build
 

@@ -16,7 +16,7 @@ from coat_jax.models import generate as generate_tokens
 from coat_jax.models import load_hf
 from coat_jax.models.cache import cached_forward, empty_cache
 from coat_jax.models.generate import _decode, _in_dtype, _prefill, bucket
-from coat_jax.numerics.recipes import MeshAxes
+from coat_jax.recipes import MeshAxes
 from tests.models.hf.folders import DATA, expected
 from tests.models.test_cache import CONFIGS, build, without_cache
 from train.mesh import make_mesh, parse_mesh

@@ -14,8 +14,8 @@ from coat_jax.models import (
 )
 from coat_jax.models.hf.load import model_of
 from coat_jax.models.params import is_stacked, parameter
-from coat_jax.numerics.recipes import coat
 from coat_jax.optimizer.masks import leaf_path
+from coat_jax.recipes import coat
 
 SIZES = dict(num_layers=2, d_model=64, d_ff=128, num_heads=4)
 IMAGES = dict(image_size=28, patch_size=14)

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
+from jax import P
+from jax.sharding import AxisType, NamedSharding
 
 from coat_jax import codecs, encoded
 from coat_jax.optax_coat import coat_adamw
@@ -150,6 +152,30 @@ def test_state_report_describes_the_moments_of_each_codec():
   alone = state_report(from_adam(reference, codecs.coat()))
   assert alone["w"]["nu"]["zeroed"] == 1 / 64
   assert "relative_error" not in alone["w"]["nu"]
+
+
+def test_reference_may_be_a_chain_with_one_such_state():
+  params = {"w": jnp.ones((64, 128))}
+  state = coat_adamw(1e-3).init(params)
+  exact = optax.adamw(1e-3).init(params)
+  report = state_report(state, reference=exact)
+  assert report == state_report(state, reference=exact[0])
+  with pytest.raises(TypeError, match="one state with .*, got 2 in a tuple;"):
+    state_report(state, reference=(exact, exact))
+
+
+def test_state_report_does_not_depend_on_explicit_axes():
+  mu, nu = ({"w": jnp.asarray(x)} for x in cases.moments((8, 512)))
+  adam = optax.ScaleByAdamState(jnp.int32(5), mu, nu)
+  state = from_adam(adam, codecs.coat(group_size=128))
+  # Each device holds half of a group.
+  mesh = jax.make_mesh((8,), ("tensor",), axis_types=(AxisType.Explicit,))
+  split = NamedSharding(mesh, P(None, "tensor"))
+  placed = jax.tree.map(
+    lambda x: jax.device_put(x, split) if x.shape == (8, 512) else x, state
+  )
+  with jax.set_mesh(mesh):
+    assert state_report(placed) == state_report(state)
 
 
 def test_state_report_refuses_other_references_and_two_states():

@@ -128,7 +128,7 @@ def test_unknown_preset_is_named_with_the_known_presets(
     (
       generate,
       ["a", "--prompt", "b", "--top-p", "2"],
-      "error: generate: top_p",
+      "error: generate: top_p must be at most 1, got 2.0; leave it out",
     ),
     (plan, ["demo", "--batch", "0"], "error: batch must be a whole number"),
     (plan, ["demo", "--gpus", "0"], "error: gpus must be a whole number"),

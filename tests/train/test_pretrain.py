@@ -79,6 +79,7 @@ def test_finished_run_has_table_plot_and_last_checkpoint(finished, capsys):
   assert run(finished, "--resume") == 0
   output, errors = capsys.readouterr()
   assert "all 8 steps are already done" in errors
+  assert "these changes" not in errors
   for words in ("training loss", "held-out loss", "bytes/token/layer"):
     assert words in output
   # Three panels of 900 x 600 pixels: losses, powers, errors.
@@ -90,16 +91,20 @@ def test_finished_run_has_table_plot_and_last_checkpoint(finished, capsys):
   assert {step for step, key in losses(finished) if "held" in key} == {4, 8}
 
 
+def test_changes_to_a_finished_run_are_reported(finished, capsys):
+  assert run(finished, "--resume", optim__lr=1e-4) == 0
+  words = r"no effect; pass a larger --steps.*\n  optim\.lr: \S+ -> 0\.0001\n"
+  assert re.search(words, capsys.readouterr().err)
+
+
 @pytest.mark.slow
-def test_finished_run_can_be_extended(finished, tmp_path, capsys):
-  before = losses(finished)
-  out = tmp_path / "copy"
-  subprocess.run(["cp", "-r", finished, out], check=True)
-  assert run(out, "--resume", steps=10) == 0
+def test_finished_run_can_be_extended(copied, capsys):
+  before = losses(copied)
+  assert run(copied, "--resume", steps=10) == 0
   errors = capsys.readouterr().err
   assert "steps: 8 -> 10" in errors
   assert len(re.findall(r"compiling\n.*: compiled in \d+ s\n", errors)) == 1
-  after = losses(out)
+  after = losses(copied)
   assert before.items() < after.items()
   assert (10, "held_out_loss") in after
 

@@ -253,6 +253,7 @@ def read_conversations(
   length: int,
   tokenizer: str | None = None,
   template: str | None = None,
+  skip_bad: bool = False,
   images: Path | None = None,
 ) -> Documents:
   """Reads conversations for a model; `images` is the folder of image files."""
@@ -273,6 +274,6 @@ def read_conversations(
     ChatEncoder(file, ChatTemplate.load(folder, template)),
     seq=length,
     vocab_size=text.vocab_size,
-    skip_bad=None,
+    skip_bad=skip_bad,
     images=reader,
   )

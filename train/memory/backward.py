@@ -16,7 +16,7 @@ import dataclasses
 
 from coat_jax.models import VisionConfig
 from coat_jax.models.config import ModelConfig, Remat
-from coat_jax.numerics.recipes import CoatRecipe
+from coat_jax.recipes import CoatRecipe
 from train.memory.count import saved_bytes
 
 F32, BF16 = 4, 2  # Bytes per value.

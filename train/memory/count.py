@@ -27,7 +27,7 @@ from coat_jax.models import VisionConfig
 from coat_jax.models.config import ModelConfig, Remat
 from coat_jax.models.layer import TransformerLayer
 from coat_jax.models.remat import checkpointed
-from coat_jax.numerics.recipes import CoatRecipe
+from coat_jax.recipes import CoatRecipe
 
 KINDS = get_args(residuals.Kind)
 # The length of the traced sequence.

@@ -38,8 +38,8 @@ from coat_jax.models.vision_language import (
   VisionLanguageModel,
 )
 from coat_jax.numerics.checks import check_float_dtype, check_kind
-from coat_jax.numerics.recipes import CoatRecipe
 from coat_jax.optimizer.masks import leaf_path
+from coat_jax.recipes import CoatRecipe
 
 Model = Decoder | VisionTower | VisionLanguageModel
 _ROWS = 4096  # How many rows of two tensors are compared at a time.

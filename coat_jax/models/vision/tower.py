@@ -19,7 +19,7 @@ from coat_jax.models.remat import check_remat, run_layers
 from coat_jax.models.vision.config import VisionConfig
 from coat_jax.models.vision.ends import AttentionPool, ClassPool, PatchEmbedding
 from coat_jax.numerics.checks import Range, check_whole
-from coat_jax.numerics.recipes import CoatRecipe
+from coat_jax.recipes import CoatRecipe
 
 _POOLS = {"class": ClassPool, "attention": AttentionPool}
 

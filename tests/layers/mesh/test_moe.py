@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 
 from coat_jax import recipes
 from coat_jax.layers import MoE
-from coat_jax.numerics.recipes import MeshAxes
+from coat_jax.recipes import MeshAxes
 from tests.comparing import assert_close, jit
 from tests.layers.mesh.mixtures import D, F, K, build
 from tests.layers.mesh.placing import assert_sharded_like, place

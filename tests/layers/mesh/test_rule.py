@@ -28,7 +28,7 @@ from coat_jax.layers import (
   activate,
   with_weight_cache,
 )
-from coat_jax.numerics.recipes import MeshAxes
+from coat_jax.recipes import MeshAxes
 from tests.comparing import assert_close, jit
 from tests.matrices import quick
 

@@ -194,6 +194,7 @@ def test_answers_and_their_loss_match_the_model(
   [
     (["--images", "x"], "--images needs --conversations"),
     (["--page", "x"], "--page needs --conversations"),
+    (["--skip-bad"], "--skip-bad needs --conversations"),
     (["--conversations", "none.json"], "found no files of conversations"),
     (
       ["--conversations", "{data}", "--max-tokens", 0],
@@ -222,8 +223,18 @@ def test_bad_input_is_refused(folder, tmp_path, options, message, capsys):
   assert command(folder, *options) == 2
   shown = " ".join(capsys.readouterr().err.replace("\u2502", " ").split())
   assert message in shown and "Traceback" not in shown
-  # The error must not suggest --skip-bad, which only train.finetune has.
-  assert "--skip-bad" not in shown
+
+
+def test_bad_rows_are_skipped_if_asked(folder, tmp_path, capsys):
+  data = tmp_path / "rows.json"
+  data.write_text(json.dumps(rows("t9")))  # Without its images.
+  line = [folder, "--conversations", data, "--max-tokens", 1]
+  assert command(*line) == 2
+  assert "(on a command line --skip-bad)" in capsys.readouterr().err
+  assert command(*line, "--skip-bad") == 0
+  errors = capsys.readouterr().err
+  assert f"{folder}: 3 rows; bad rows left out: 2 (2 missing image)" in errors
+  assert "1 answers in" in errors
 
 
 class Letters(Text):

@@ -127,7 +127,7 @@ def load_documents(
   seq: int,
   vocab_size: int,
   format: str | None = None,
-  skip_bad: bool | None = False,
+  skip_bad: bool = False,
   images: "ChatImages | None" = None,
 ) -> Documents:
   """Reads, tokenizes and truncates the conversations in files.
@@ -136,8 +136,7 @@ def load_documents(
   that fits, or after `seq + 1` tokens if none fits. Documents without a target
   are left out. If `format` is None, each file has the format of its first row
   with a known format. If `skip_bad` is true, bad rows are skipped and counted.
-  If it is false, they raise a ValueError that suggests `skip_bad`; if it is
-  None, the error does not mention it.
+  Otherwise they raise a ValueError.
   """
   counts = Counts()
   reader = _Reader(encoder, format, skip_bad, images, counts)
@@ -225,7 +224,7 @@ class _Reader:
 
   encoder: ChatEncoder
   format: str | None
-  skip_bad: bool | None
+  skip_bad: bool
   images: "ChatImages | None"
   counts: Counts
 
@@ -278,8 +277,7 @@ class _Reader:
     """Counts a bad row, or raises ValueError if bad rows are not skipped."""
     if not self.skip_bad:
       raise ValueError(
-        f"chat: {row.file} line {row.line}: {error}; {error.remedy}"
-        + ("" if self.skip_bad is None else _SKIP)
+        f"chat: {row.file} line {row.line}: {error}; {error.remedy}{_SKIP}"
       ) from error
     bad = self.counts.bad
     bad[error.reason] = bad.get(error.reason, 0) + 1

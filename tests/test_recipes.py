@@ -8,8 +8,8 @@ import pytest
 
 from coat_jax import recipes
 from coat_jax.numerics.formats import E4M3, E5M2, INT8
-from coat_jax.numerics.recipes import CoatRecipe, MeshAxes
 from coat_jax.numerics.scaling import PerTensor
+from coat_jax.recipes import CoatRecipe, MeshAxes
 
 
 def test_recipes_have_the_names_of_their_presets():
