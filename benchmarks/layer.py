@@ -135,6 +135,7 @@ VARIANTS = {
   "minimal_codes": Variant(_coat(weight_cache="codes")),
   "minimal_attention": Variant(_coat(attention="fp8")),
   "minimal_experts": Variant(_coat(experts="fp8")),
+  "minimal_experts_codes": Variant(_coat(experts="fp8", weight_cache="codes")),
   "block": Variant(recipes.fp8_block()),
   "minimal_nothing": Variant(_coat(), "nothing"),
   "minimal_fp8": Variant(_coat(), "fp8"),
@@ -206,7 +207,7 @@ class Layer:
 
   def _cached(self, params):
     layer = nnx.merge(self.graph, params)
-    return nnx.split(with_weight_cache(layer, self.recipe))
+    return nnx.split(with_weight_cache(layer))
 
   def _saving(self, graph, *, in_scan: bool) -> Callable:
     layer = lambda state, x: nnx.merge(graph, state)(x)  # noqa: E731

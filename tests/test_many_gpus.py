@@ -83,7 +83,7 @@ def layer_gradients(recipe, mesh):
 
   def gradients(params, x, dy):
     def f(params, x):
-      return with_weight_cache(nnx.merge(graph, params), recipe)(x)
+      return with_weight_cache(nnx.merge(graph, params))(x)
 
     y, vjp = jax.vjp(f, params, x)
     return {"y": y, "gradients": vjp(dy)}

@@ -17,7 +17,6 @@ from coat_jax.models.batch import Batch
 from coat_jax.models.loss import loss_of_hidden
 from coat_jax.models.params import param_shardings
 from coat_jax.models.remat import layer_forward
-from coat_jax.models.vision_language import VisionLanguageModel
 from coat_jax.optimizer import BackwardStep, step_in_backward
 from coat_jax.optimizer.clipping import clip_gradients, global_norm
 from train import weights
@@ -155,9 +154,7 @@ def microbatches[Each](batch: Each, accumulate: int) -> Each:
 
 def with_cache(model: Any) -> tuple[nnx.GraphDef, nnx.State]:
   """Fills the weight caches; returns the graph and all state but weights."""
-  is_whole = isinstance(model, VisionLanguageModel)
-  recipe = (model.decoder if is_whole else model).layers.attention.active_recipe
-  graph, _, cache = nnx.split(with_weight_cache(model, recipe), nnx.Param, ...)
+  graph, _, cache = nnx.split(with_weight_cache(model), nnx.Param, ...)
   return graph, cache
 
 

@@ -26,7 +26,6 @@ from coat_jax.layers.experts import MoEWeights as MoEWeights
 from coat_jax.layers.linear import Linear as Linear
 from coat_jax.layers.linear import linear as linear
 from coat_jax.layers.linear import norm_linear as norm_linear
-from coat_jax.layers.linear import with_weight_cache as with_weight_cache
 from coat_jax.layers.middle import Middle as Middle
 from coat_jax.layers.middle import MiddleGradient as MiddleGradient
 from coat_jax.layers.middle import MiddleOutput as MiddleOutput
@@ -52,6 +51,7 @@ from coat_jax.layers.rope import split_heads as split_heads
 from coat_jax.layers.routing import RoutingStats as RoutingStats
 from coat_jax.layers.routing import load_balancing_loss as load_balancing_loss
 from coat_jax.layers.self_attention import SelfAttention as SelfAttention
+from coat_jax.layers.weight_cache import with_weight_cache as with_weight_cache
 from coat_jax.ops.rope import LinearScaling as LinearScaling
 from coat_jax.ops.rope import Llama3Scaling as Llama3Scaling
 from coat_jax.ops.rope import RopeScaling as RopeScaling

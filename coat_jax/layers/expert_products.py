@@ -4,13 +4,16 @@
 An `Operand` is multiplied in FP8, an array in its dtype. In an FP8 matmul, all
 rows of tokens or gradients share a scale, and each expert's weight has a
 separate scale. The forward pass saves its scales, and the backward pass
-quantizes with them again.
+quantizes with them again. If codes of weights are cached, neither pass
+quantizes the weights.
 """
 
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.typing import DTypeLike
 
 from coat_jax import ops
@@ -32,13 +35,14 @@ class Scales(NamedTuple):
 
   Attributes:
     y, z: scales of the inputs of the first and the second matmul, [].
-    gate_up, down: scales of the weights, [E].
+    gate_up, down: scales of the weights, [E], without codes; also None if they
+      are cached.
   """
 
   y: Array | None
-  gate_up: Array | None
+  gate_up: Operand | None
   z: Array | None
-  down: Array | None
+  down: Operand | None
 
 
 def scale_of(x: Array | Operand) -> Array | None:
@@ -86,25 +90,43 @@ def rows_operand(
   )
 
 
+def cache_experts(w: Array, recipe: CoatRecipe) -> Operand | None:
+  """Computes what `recipe.weight_cache` keeps for weights [E, D, *F].
+
+  Codes are cached in row layout only, 1 byte per value.
+  """
+  if recipe.experts == "bf16" or recipe.weight_cache == "none":
+    return None
+  w = lax.stop_gradient(w.reshape(*w.shape[:2], -1))
+  if recipe.weight_cache == "codes":
+    return _quantized(w, None, recipe)
+  find = functools.partial(
+    ops.tensor_scale, scaling=_scaling(recipe), implementation="xla"
+  )
+  scale: Any = jax.vmap(find)(w)
+  return Operand(None, None, scale)
+
+
 def multiply_rows(
   x: Array | Operand,
   w: Array,
   rows: Rows,
   recipe: CoatRecipe,
   dtype: DTypeLike,
-  scale: Array | None = None,
-) -> tuple[Array, Array | None]:
+  cache: Operand | None = None,
+) -> tuple[Array, Operand | None]:
   """Multiplies rows by their experts' w [E, D, *F].
 
-  Also returns the scales of w in FP8; None in BF16.
+  `cache` comes from `cache_experts`. In FP8 without a cache, also returns the
+  scales of w, which can serve as the next cache; otherwise None.
   """
   how = recipe.implementation
   if isinstance(x, Operand):
-    w_q = _weight_codes(w, "columns", scale, recipe)
+    w_q = _weight_codes(w, "columns", cache, recipe)
     y = ops.grouped_linear_fwd(
       x, w_q, rows.sizes, dtype=dtype, implementation=how
     )
-    return y, scale_of(w_q)
+    return y, Operand(None, None, w_q.scale) if cache is None else None
   w = _weight(w, x.dtype, recipe)
   return ops.grouped_fwd(
     x, w, rows.sizes, dtype=dtype, implementation=how
@@ -114,15 +136,15 @@ def multiply_rows(
 def input_gradient(
   g: Array | Operand,
   w: Array,
-  scale: Array | None,
+  cache: Operand | None,
   rows: Rows,
   recipe: CoatRecipe,
   dtype: DTypeLike,
 ) -> Array:
-  """Multiplies rows by their experts' w^T; `scale` is from `multiply_rows`."""
+  """Multiplies rows by their experts' w^T; `cache` is as in `multiply_rows`."""
   how = recipe.implementation
   if isinstance(g, Operand):
-    w_q = _weight_codes(w, "rows", scale, recipe)
+    w_q = _weight_codes(w, "rows", cache, recipe)
     return ops.grouped_linear_dgrad(
       g, w_q, rows.sizes, dtype=dtype, implementation=how
     )
@@ -178,18 +200,30 @@ def _weight(w: Array, dtype: DTypeLike, recipe: CoatRecipe) -> Array:
 
 
 def _weight_codes(
-  w: Array, layout: ops.Layout, scale: Array | None, recipe: CoatRecipe
+  w: Array, layout: ops.Layout, cache: Operand | None, recipe: CoatRecipe
 ) -> Operand:
   """Quantizes w [E, D, *F], gathers all its rows, and returns one layout."""
-  axes = recipe.axes
-  shards = scale_axes(None) if axes is None else axes.same_experts
-  codes = ops.quantize_experts(
-    w.reshape(*w.shape[:2], -1),
-    scaling=recipe.scaling(recipe.formats.values, shards).of_weights,
+  codes = cache
+  if codes is None or codes.rows is None:
+    w = w.reshape(*w.shape[:2], -1)
+    codes = _quantized(w, None if cache is None else scale_of(cache), recipe)
+  assert codes.rows is not None
+  rows = gather_experts(codes.rows, recipe.axes)
+  gathered = Operand(rows, None, codes.scale)
+  return gathered if layout == "rows" else _in_columns(gathered, recipe)
+
+
+def _quantized(w: Array, scale: Array | None, recipe: CoatRecipe) -> Operand:
+  """Quantizes a device's shard of weights [E, D, F] in row layout."""
+  return ops.quantize_experts(
+    w,
+    scaling=_scaling(recipe),
     scale=scale,
     implementation=recipe.implementation,
   )
-  assert codes.rows is not None
-  rows = gather_experts(codes.rows, axes)
-  gathered = Operand(rows, None, codes.scale)
-  return gathered if layout == "rows" else _in_columns(gathered, recipe)
+
+
+def _scaling(recipe: CoatRecipe) -> ops.Scaling:
+  axes = recipe.axes
+  shards = scale_axes(None) if axes is None else axes.same_experts
+  return recipe.scaling(recipe.formats.values, shards).of_weights

@@ -10,7 +10,7 @@ The matmuls of front and back are grouped. They run in x's dtype (BF16) or, with
 recipe.experts="fp8", in FP8. The forward pass saves x and, for each of a
 token's k copies, gate and up, all in 1 x G FP8. It also saves the index of each
 copy's expert in 4 bytes. The backward pass recomputes the rest.
-recipe.residuals and recipe.weight_cache have no effect.
+recipe.residuals has no effect.
 
 p is a factor of z [T k, F], not of the expert's output [T k, D]. The gradient
 of z, dz = dout w_down^T, then also yields the gradient of p,
@@ -34,7 +34,7 @@ pass receives the tokens again, which the weights' gradients need anyway, and
 recomputes gate and up.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +52,7 @@ from coat_jax.layers.expert_products import (
 )
 from coat_jax.layers.norm import NormSaved, norm_gradients
 from coat_jax.layers.operands import (
+  cache_specs,
   gradient_scaling,
   groups_of,
   in_groups,
@@ -84,6 +85,8 @@ from coat_jax.mesh import (
 )
 from coat_jax.numerics.qtensor import QTensor
 from coat_jax.numerics.varying import varying
+from coat_jax.ops import Operand
+from coat_jax.recipes import MeshAxes
 
 
 class MoEWeights(NamedTuple):
@@ -94,6 +97,8 @@ class MoEWeights(NamedTuple):
     router: [D, E].
     gate_up: [E, D, 2, F], gate first.
     down: [E, F, D].
+    gate_up_cache, down_cache: scales, and possibly codes, of these weights,
+      from `with_weight_cache`; None without a cache.
   """
 
   gamma: Array | None
@@ -101,6 +106,8 @@ class MoEWeights(NamedTuple):
   router: Array
   gate_up: Array
   down: Array
+  gate_up_cache: Operand | None = None
+  down_cache: Operand | None = None
 
 
 class MoEKind(NamedTuple):
@@ -137,14 +144,16 @@ def _fwd(x, weights, static, recipe):
   rows = sort_rows(gather_positions(experts, axes), num_experts, axes)
   p = p_of_rows(gather_positions(p, axes), rows)
   y_rows = _input_rows(x_q, rows, w, static, recipe, dtype)
-  h, gate_up_scale = multiply_rows(y_rows, w.gate_up, rows, recipe, dtype)
+  h, gate_up_scale = multiply_rows(
+    y_rows, w.gate_up, rows, recipe, dtype, w.gate_up_cache
+  )
   parts = _gate_and_up(h, rows, recipe)
   saved = None
   if rows.exchange is None:
     parts = saved = save_residual("activation", parts)
   z = p * ops.activated(_flat(parts), activation="silu")
   z = rows_operand(z, rows, value_scaling(recipe), recipe, dtype)
-  out, down_scale = multiply_rows(z, w.down, rows, recipe, dtype)
+  out, down_scale = multiply_rows(z, w.down, rows, recipe, dtype, w.down_cache)
   out = sum_of_copies(out, rows).astype(dtype)
   out = scatter_sequence(out, axes)
   if static.add_input:
@@ -174,17 +183,19 @@ def _bwd(static, recipe, inputs, saved, cotangents):
   experts = gather_positions(experts, axes)
   rows = sort_rows(experts, w.router.shape[-1], axes)
   p = p_of_rows(gather_positions(p, axes), rows)
+  gate_up_cache = w.gate_up_cache or scales.gate_up
   y_rows = None
   if parts is None:
     y_rows = _input_rows(x_q, rows, w, static, recipe, dtype, scales.y)
-    h, _ = multiply_rows(y_rows, w.gate_up, rows, recipe, dtype, scales.gate_up)
+    h, _ = multiply_rows(y_rows, w.gate_up, rows, recipe, dtype, gate_up_cache)
     parts = _gate_and_up(h, rows, recipe)
   parts = _flat(parts)
 
   dout = copies_in_rows(
     gather_positions(g, axes), rows, gradient_scaling(recipe), recipe
   )
-  dz = input_gradient(dout, w.down, scales.down, rows, recipe, dtype)
+  down_cache = w.down_cache or scales.down
+  dz = input_gradient(dout, w.down, down_cache, rows, recipe, dtype)
   dz = dz.astype(jnp.float32)
   product = ops.activated(parts, activation="silu")
   dp = copies_of(jnp.sum(dz * product, axis=-1, keepdims=True), rows)
@@ -208,7 +219,7 @@ def _bwd(static, recipe, inputs, saved, cotangents):
   if y_rows is None:
     y_rows = _input_rows(x_q, rows, w, static, recipe, dtype, scales.y)
   dgate_up = weight_gradient(y_rows, dh, w.gate_up, rows, recipe)
-  dy = input_gradient(dh, w.gate_up, scales.gate_up, rows, recipe, dtype)
+  dy = input_gradient(dh, w.gate_up, gate_up_cache, rows, recipe, dtype)
   dy = scatter_sequence(sum_of_copies(dy, rows).astype(dtype), axes)
 
   dprobability = dstats.probability / token_shards(axes)
@@ -231,17 +242,25 @@ def _bwd(static, recipe, inputs, saved, cotangents):
 
 def moe_specs(x, weights, static, recipe):
   """Returns the specs of a mixture's arguments and results, for `rule`."""
-  del weights, static
-  axes = recipe.axes
-  of_weights = MoEWeights(
-    gamma=P(),  # pyright: ignore[reportArgumentType]
-    beta=P(),  # pyright: ignore[reportArgumentType]
-    router=P(),  # pyright: ignore[reportArgumentType]
-    gate_up=P(axes.expert, axes.fsdp, None, axes.tensor),  # pyright: ignore[reportArgumentType]
-    down=P(axes.expert, *split_inputs(axes)),  # pyright: ignore[reportArgumentType]
+  del static
+  gate_up, down = expert_specs(recipe.axes)
+  of_weights: Any = MoEWeights(
+    P(),  # pyright: ignore[reportArgumentType]
+    P(),  # pyright: ignore[reportArgumentType]
+    P(),  # pyright: ignore[reportArgumentType]
+    gate_up,  # pyright: ignore[reportArgumentType]
+    down,  # pyright: ignore[reportArgumentType]
+    cache_specs(weights.gate_up_cache, gate_up),
+    cache_specs(weights.down_cache, down),
   )
-  each = tokens(axes, x)
+  each = tokens(recipe.axes, x)
   return (each, of_weights), (each, P())
+
+
+def expert_specs(axes: MeshAxes) -> tuple[P, P]:
+  """Returns the specs of gate_up and down."""
+  gate_up = P(axes.expert, axes.fsdp, None, axes.tensor)
+  return gate_up, P(axes.expert, *split_inputs(axes))
 
 
 def moe_types(x, *others):

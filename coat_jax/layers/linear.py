@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear layers that multiply in FP8, alone or fused with a norm."""
 
-import dataclasses
-import functools
 import math
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array, P
+from jax import Array
 from jax.typing import DTypeLike
 
 from coat_jax import ops
 from coat_jax.layers.front import FrontStatic, front_rule
 from coat_jax.layers.module import (
+  CacheableWeight,
   RecipeModule,
   Sharding,
   check_float,
@@ -23,18 +21,10 @@ from coat_jax.layers.module import (
   value_of,
 )
 from coat_jax.layers.norm import norm
-from coat_jax.layers.operands import cache_specs
 from coat_jax.layers.parameters import NO_METADATA, Metadata, make_param
 from coat_jax.layers.product import LinearWeights, add_bias, cache_weight
 from coat_jax.layers.residuals import residual_scope
-from coat_jax.mesh import (
-  Split,
-  product_spec,
-  run_on_shards,
-  run_whole,
-  spec_of,
-  split_kernel,
-)
+from coat_jax.mesh import Split, product_spec, run_whole, split_kernel
 from coat_jax.numerics.checks import check_choice, check_kind
 from coat_jax.ops import Operand
 from coat_jax.recipes import CoatRecipe
@@ -239,6 +229,12 @@ class Linear(RecipeModule):
         bias_init, rngs, columns, param_dtype, bias_metadata, drawn=drawn[1:]
       )
 
+  def cacheable_weights(self) -> dict[str, CacheableWeight]:
+    """Returns the kernel, which `cache` belongs to."""
+    axes, ndim = self.active_recipe.axes, self.weight_ndim
+    spec = None if axes is None else split_kernel(axes, self.split, ndim)
+    return {"cache": CacheableWeight(self.weight, ndim, cache_weight, spec)}
+
   @property
   def weight(self) -> Array:
     """The kernel with its input axes merged, [D, *out_features]."""
@@ -273,63 +269,3 @@ class Linear(RecipeModule):
       split=self.split,
     )
     return reshard(y, out_sharding)
-
-
-def with_weight_cache[Module: nnx.Module](
-  module: Module, recipe: CoatRecipe
-) -> Module:
-  """Returns a copy that shares the module's weights and caches scales or codes.
-
-  Make the copy inside the differentiated function, or once per step before the
-  microbatches. Drop it before the weights are updated: an update does not
-  change the cache.
-
-  Args:
-    module: any module; its linear layers may be stacked for a scan.
-    recipe: selects what is cached.
-
-  Returns:
-    The module itself if nothing is cached, else a copy.
-
-  Raises:
-    TypeError: `module` is not an nnx.Module, or `recipe` is not a CoatRecipe.
-  """
-  op = "with_weight_cache"
-  check_recipe(op, recipe)
-  check_kind(op, "module", module, nnx.Module, "pass a layer or a model")
-  if recipe.linear == "bf16" or recipe.weight_cache == "none":
-    return module
-  copy = nnx.merge(*nnx.split(module))
-  for _, part in nnx.iter_modules(copy):
-    if isinstance(part, Linear):
-      part.cache = nnx.data(_cache(part, recipe))
-  return copy
-
-
-def _cache(part: Linear, recipe: CoatRecipe) -> Operand:
-  """Computes the cache of one weight, or of stacked weights."""
-  w = jax.lax.stop_gradient(part.weight)
-  stack = w.shape[: w.ndim - part.weight_ndim]
-
-  def fill(w):
-    flat = w.reshape(-1, *w.shape[len(stack) :])
-    one = functools.partial(cache_weight, recipe=recipe)
-    # The quantization kernel accepts one matrix, so codes need a loop.
-    has_codes = recipe.weight_cache == "codes"
-    cache = jax.lax.map(one, flat) if has_codes else jax.vmap(one)(flat)
-    return jax.tree.map(lambda x: x.reshape(*stack, *x.shape[1:]), cache)
-
-  # Only the cache's structure matters here; it does not depend on the mesh.
-  like = functools.partial(
-    cache_weight, recipe=dataclasses.replace(recipe, axes=None)
-  )
-  cache = jax.eval_shape(
-    like, jax.ShapeDtypeStruct(w.shape[len(stack) :], w.dtype)
-  )
-  if recipe.axes is None:
-    specs = cache_specs(cache, P(*spec_of(w)[len(stack) :]), len(stack))
-    return run_whole(fill, w, out_specs=specs)
-  kernel = split_kernel(recipe.axes, part.split, part.weight_ndim)
-  specs = cache_specs(cache, kernel, len(stack))
-  stacked = P(*(None,) * len(stack), *kernel)
-  return run_on_shards(fill, w, in_specs=(stacked,), out_specs=specs)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The base class of layers and blocks, and checks of shared arguments."""
 
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from coat_jax.numerics.checks import (
   check_kind,
   check_whole,
 )
+from coat_jax.ops import Operand
 from coat_jax.recipes import CoatRecipe
 
 _SOME_AXES = range(1, 65)
@@ -59,6 +60,24 @@ def sizes_of(op: str, name: str, value: Any) -> tuple[int, ...]:
   for size in sizes or (0,):
     check_whole(op, name, size, COUNT, "pass a width, or a tuple of sizes")
   return sizes
+
+
+class CacheableWeight(NamedTuple):
+  """A weight of a layer, and how `with_weight_cache` fills its cache.
+
+  Attributes:
+    w: the weight; if layers are stacked for a scan, the axes of the stack come
+      first.
+    ndim: rank of one layer's weight.
+    compute: computes one layer's cache from its weight and the recipe; returns
+      None if nothing is cached.
+    spec: the spec of one layer's weight; None without `recipe.axes`.
+  """
+
+  w: Array
+  ndim: int
+  compute: Callable[[Array, CoatRecipe], Operand | None]
+  spec: PartitionSpec | None
 
 
 class RecipeModule(nnx.Module):
@@ -104,6 +123,10 @@ class RecipeModule(nnx.Module):
     check_array(op, "x", x, rule, ndim=_SOME_AXES, kind=kind, remedy=remedy)
     arrays = map(value_of, params)
     return x.astype(canonicalize_dtype(x, *arrays, dtype=self.dtype))
+
+  def cacheable_weights(self) -> dict[str, CacheableWeight]:
+    """Returns the weights that have caches, by the attribute of their cache."""
+    return {}
 
   @property
   def active_recipe(self) -> CoatRecipe:

@@ -16,6 +16,7 @@ from coat_jax import ops
 from coat_jax.layers.activation import activate
 from coat_jax.layers.block_module import NormLinearOptions, Parts
 from coat_jax.layers.expert_products import (
+  cache_experts,
   input_gradient,
   multiply_rows,
   weight_gradient,
@@ -23,12 +24,14 @@ from coat_jax.layers.expert_products import (
 from coat_jax.layers.experts import (
   MoEKind,
   MoEWeights,
+  expert_specs,
   experts_rule,
   moe_specs,
   moe_types,
 )
 from coat_jax.layers.linear import default_kernel_init
 from coat_jax.layers.module import (
+  CacheableWeight,
   RecipeModule,
   Sharding,
   check_float,
@@ -58,6 +61,7 @@ from coat_jax.mesh import (
   token_shards,
 )
 from coat_jax.numerics.checks import Range, check_kind, check_whole
+from coat_jax.ops import Operand
 from coat_jax.recipes import CoatRecipe
 
 # The fan-in does not include E, so each expert is initialized like a `Linear`.
@@ -109,7 +113,9 @@ def moe(
   if kind is not None:
     gamma, beta = weights.gamma, weights.beta
     y = norm(x, gamma, beta, kind=kind, eps=eps, recipe=recipe)
-  weights = weights._replace(gamma=None, beta=None)
+  weights = weights._replace(
+    gamma=None, beta=None, gate_up_cache=None, down_cache=None
+  )
   return _plain((x, y, weights), static, recipe)
 
 
@@ -243,6 +249,8 @@ class MoE(RecipeModule):
     router: [features, num_experts].
     gate_up: [num_experts, features, 2, hidden_features], gate first.
     down: [num_experts, hidden_features, features].
+    gate_up_cache, down_cache: caches of these weights; None except in a copy
+      from `with_weight_cache`.
   """
 
   def __init__(
@@ -312,6 +320,18 @@ class MoE(RecipeModule):
     self.down = make(
       out_kernel_init or kernel_init, (e, f, d), out_kernel_metadata
     )
+    self.gate_up_cache: Operand | None = nnx.data(None)
+    self.down_cache: Operand | None = nnx.data(None)
+
+  def cacheable_weights(self) -> dict[str, CacheableWeight]:
+    """Returns gate_up and down."""
+    axes = self.active_recipe.axes
+    gate_up, down = (None, None) if axes is None else expert_specs(axes)
+    of = functools.partial(CacheableWeight, compute=cache_experts)
+    return {
+      "gate_up_cache": of(self.gate_up[...], 4, spec=gate_up),
+      "down_cache": of(self.down[...], 3, spec=down),
+    }
 
   def __call__(
     self, x: Array, out_sharding: Sharding = None
@@ -330,7 +350,7 @@ class MoE(RecipeModule):
     arrays = self.router[...], self.gate_up[...], self.down[...]
     y, stats = moe(
       self.cast(x, self.gate_up),
-      MoEWeights(gamma, beta, *arrays),
+      MoEWeights(gamma, beta, *arrays, self.gate_up_cache, self.down_cache),
       experts_per_token=self.experts_per_token,
       normalize=self.normalize,
       **norm_options(self.norm),

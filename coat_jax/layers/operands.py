@@ -166,16 +166,19 @@ def _gather_columns(x: Array, axis: str | None, recipe: CoatRecipe) -> Array:
 
 
 def cache_specs(cache: Operand | None, w: P, num_stacked: int = 0) -> Any:
-  """Returns a cache's specs, from the spec of its weight [D, ..., F].
+  """Returns the specs of a cache, from one layer's cache and its weight's spec.
 
-  The cache's arrays have `num_stacked` leading axes of layers.
+  The weight is [D, ..., F], or [E, D, ..., F] if each of E experts has a scale.
+  The specs begin with `num_stacked` axes of layers.
   """
   if cache is None:
     return None
-  stack = (None,) * num_stacked
+  in_blocks = isinstance(cache.scale, BlockScales)
+  scale_ndim = 0 if in_blocks else cache.scale.ndim  # pyright: ignore[reportAttributeAccessIssue]
+  leading = *(None,) * num_stacked, *w[:scale_ndim]
+  w = w[scale_ndim:]
   first, last = w[0], w[-1] if len(w) > 1 else None
-  rows: Any = P(*stack, first, last)
-  columns: Any = P(*stack, last, first)
-  is_scalar = not isinstance(cache.scale, BlockScales)
-  scale: Any = P() if is_scalar else BlockScales(rows, columns)
+  rows: Any = P(*leading, first, last)
+  columns: Any = P(*leading, last, first)
+  scale: Any = BlockScales(rows, columns) if in_blocks else P(*leading)
   return Operand(rows, columns, scale)

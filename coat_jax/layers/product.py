@@ -100,6 +100,8 @@ def cache_weight(w: Array, recipe: CoatRecipe) -> Operand | None:
   """
   check_recipe("cache_weight", recipe)
   check_float("cache_weight", "w", w, ndim=range(2, 65))
+  if recipe.linear == "bf16":
+    return None
   w = jax.lax.stop_gradient(as_matrix(w))
   scaling = value_scaling(recipe).of_weights
   if recipe.weight_cache == "codes":

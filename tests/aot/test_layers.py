@@ -80,7 +80,7 @@ def layer_program(
   x = jax.ShapeDtypeStruct((*shape, config.d_model), jnp.bfloat16)
 
   def forward(params, x):
-    layers = with_weight_cache(nnx.merge(graph, params), recipe)
+    layers = with_weight_cache(nnx.merge(graph, params))
     if depth is None:
       return layers(x)
 

@@ -171,7 +171,7 @@ def value_and_gradients(build, recipe):
 
   def run(params, x):
     layer = nnx.merge(graph, params)
-    return with_weight_cache(layer, recipe)(x)
+    return with_weight_cache(layer)(x)
 
   @jit
   def both(params, x):

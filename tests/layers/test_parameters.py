@@ -312,7 +312,7 @@ def test_scanned_layers_with_metadata_match_one_device():
     graph, params = nnx.split(layers)
 
     def loss(params):
-      layers = with_weight_cache(nnx.merge(graph, params), recipes.coat())
+      layers = with_weight_cache(nnx.merge(graph, params))
       forward = nnx.scan(
         lambda x, layer: layer(x),
         in_axes=(nnx.Carry, 0),

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests weight caches: they change no result, and contain current weights."""
 
+import functools
 import itertools
 
 import jax
@@ -14,6 +15,7 @@ from coat_jax.layers import (
   MLP,
   Attention,
   Linear,
+  MoE,
   cache_weight,
   with_weight_cache,
 )
@@ -27,9 +29,13 @@ class Layer(nnx.Module):
   def __init__(self, recipe, *, rngs):
     self.attention = Attention(32, 2, recipe=recipe, rngs=rngs)
     self.mlp = MLP(32, 48, recipe=recipe, rngs=rngs)
+    self.moe = MoE(32, 16, 4, 2, recipe=recipe, rngs=rngs)
 
   def __call__(self, x):
-    return self.mlp(self.attention(x))
+    return self.moe(self.mlp(self.attention(x)))[0]
+
+
+fp8_experts = functools.partial(recipes.coat, experts="fp8")
 
 
 def stack(recipe, depth=2):
@@ -47,7 +53,7 @@ def stack(recipe, depth=2):
     def forward(x, layer):
       return layer(x)
 
-    return forward(x, with_weight_cache(nnx.merge(graph, params), recipe))
+    return forward(x, with_weight_cache(nnx.merge(graph, params)))
 
   return run, params
 
@@ -55,7 +61,10 @@ def stack(recipe, depth=2):
 @pytest.mark.parametrize(
   "preset, cached",
   quick(
-    0, itertools.product([recipes.coat, recipes.fp8_linear], ["codes", "scale"])
+    1,
+    itertools.product(
+      [fp8_experts, recipes.coat, recipes.fp8_linear], ["codes", "scale"]
+    ),
   ),
 )
 def test_results_with_a_cache_match_bit_for_bit(preset, cached):
@@ -93,7 +102,7 @@ def test_each_layer_of_a_stack_has_its_own_scale(cached):
   linear = build(nnx.Rngs(0))
   sizes = jnp.array([1e-3, 1.0, 50.0])
   linear.kernel[...] = linear.kernel[...] * sizes[:, None, None]
-  cache = with_weight_cache(linear, recipe).cache
+  cache = with_weight_cache(linear).cache
   amax = np.max(np.abs(np.asarray(linear.kernel[...])), axis=(1, 2))
   # The scale maps the largest weight to E4M3's largest value, and is rounded
   # once.
@@ -103,24 +112,81 @@ def test_each_layer_of_a_stack_has_its_own_scale(cached):
     np.testing.assert_array_equal(codes.max(axis=1), 448)
 
 
+@pytest.mark.parametrize("cached", ["scale", "codes"])
+def test_each_expert_of_each_layer_has_its_own_scale(cached):
+  recipe = fp8_experts(weight_cache=cached)
+
+  @nnx.split_rngs(splits=2)
+  @nnx.vmap
+  def build(rngs):
+    return MoE(16, 24, 3, 1, recipe=recipe, rngs=rngs)
+
+  experts = build(nnx.Rngs(0))
+  sizes = jnp.array([[1e-3, 1.0, 50.0], [2.0, 1e-2, 7.0]])
+  experts.down[...] = experts.down[...] * sizes[..., None, None]
+  cache = with_weight_cache(experts).down_cache
+  amax = np.max(np.abs(np.asarray(experts.down[...])), axis=(2, 3))
+  np.testing.assert_allclose(cache.scale, amax / 448, rtol=2**-22)
+  if cached == "codes":
+    assert cache.columns is None
+    codes = np.abs(np.asarray(cache.rows, "float32"))
+    np.testing.assert_array_equal(codes.max(axis=(2, 3)), 448)
+
+
+def test_each_layer_caches_what_its_own_recipe_selects():
+  """Mixes recipes that would misread each other's scales."""
+  layers = nnx.List(
+    Linear(32, 32, recipe=recipe, rngs=nnx.Rngs(i))
+    for i, recipe in enumerate(
+      (
+        recipes.int8(),
+        recipes.coat(weight_cache="codes"),
+        recipes.fp8_block(),
+        recipes.bf16(),
+        recipes.coat(weight_cache="none"),
+      )
+    )
+  )
+  x = jax.random.normal(jax.random.key(1), (4, 32), jnp.bfloat16)
+  cached = with_weight_cache(layers)
+  assert [layer.cache is None for layer in cached] == 3 * [False] + 2 * [True]
+  for layer, copy in zip(layers, cached, strict=True):
+    assert_same_bits(copy(x), layer(x))
+
+
+@pytest.mark.parametrize(
+  "layer, sizes", [(Linear, (32, 32)), (MoE, (32, 16, 4, 2))]
+)
+def test_matmuls_read_cached_codes_instead_of_the_weights(layer, sizes):
+  recipe = fp8_experts(weight_cache="codes")
+  layer = layer(*sizes, recipe=recipe, rngs=nnx.Rngs(0))
+  x = jax.random.normal(jax.random.key(1), (4, 32), jnp.bfloat16)
+  cached = with_weight_cache(layer)
+  want = cached(x)
+  for name in ("kernel", "gate_up", "down"):
+    if hasattr(layer, name):
+      param = getattr(cached, name)
+      param[...] = jnp.full_like(param[...], jnp.nan)
+  assert_same_bits(cached(x), want)
+
+
 def test_original_module_gets_no_cache():
   for cache in CACHES:
     recipe = recipes.coat(weight_cache=cache)
     module = Linear(16, 24, recipe=recipe, rngs=nnx.Rngs(0))
-    copy = with_weight_cache(module, recipe)
+    copy = with_weight_cache(module)
     assert module.cache is None
     assert (copy.cache is None) == (cache == "none")
     # The weight is the parameter itself, not a copy.
     assert copy.kernel[...] is module.kernel[...]
-  bf16 = recipes.bf16()
-  module = Linear(16, 24, recipe=bf16, rngs=nnx.Rngs(0))
-  assert with_weight_cache(module, bf16) is module
+  module = Linear(16, 24, recipe=recipes.bf16(), rngs=nnx.Rngs(0))
+  assert with_weight_cache(module).cache is None
 
 
 def test_new_cache_follows_a_changed_weight():
   recipe = recipes.coat(weight_cache="codes")
   module = Linear(16, 24, recipe=recipe, use_bias=False, rngs=nnx.Rngs(0))
   x = jax.random.normal(jax.random.key(1), (4, 16), jnp.bfloat16)
-  before = with_weight_cache(module, recipe)(x)
+  before = with_weight_cache(module)(x)
   module.kernel[...] = 2 * module.kernel[...]
-  assert_same_bits(with_weight_cache(module, recipe)(x), 2 * before)
+  assert_same_bits(with_weight_cache(module)(x), 2 * before)

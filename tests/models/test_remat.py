@@ -71,7 +71,7 @@ def build(**options):
   def loss(params):
     model = nnx.merge(graph, params)
     if "weight_cache" in options:
-      model = with_weight_cache(model, config.coat_recipe())
+      model = with_weight_cache(model)
     return loss_fn(model, jnp.asarray(TOKENS))
 
   return loss, params

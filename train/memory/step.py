@@ -183,6 +183,8 @@ def _plan_decoder(
     # there is only one microbatch. The backward pass reads the row layout.
     layouts = 1 if config.accumulate == 1 else 2
     cached = layouts * linear / layer.fsdp  # One byte per value.
+    if recipe.experts == "fp8":  # Codes in row layout only.
+      cached += (layers - linear) / layer.fsdp
   summed = 0
   if config.accumulate > 1:  # Sums over microbatches stay allocated.
     itemsize = jnp.dtype(config.grad_accumulate).itemsize

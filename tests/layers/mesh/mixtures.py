@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from coat_jax.layers import MoE, load_balancing_loss
+from coat_jax.layers import MoE, load_balancing_loss, with_weight_cache
 
 D, F, K = 64, 96, 2
 
@@ -25,7 +25,7 @@ def build(recipe, num_experts, dtype=jnp.float32):
   params = nnx.to_pure_dict(nnx.split(make(single), nnx.Param)[1])
 
   def loss(params, x, dy):
-    y, stats = nnx.merge(graph, params)(x)
+    y, stats = with_weight_cache(nnx.merge(graph, params))(x)
     return jnp.sum(y * dy) + 3 * load_balancing_loss(stats), (y, stats)
 
   return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True), params

@@ -30,6 +30,8 @@ SPECS = {
   "down": P("expert", ("tensor", "fsdp")),
 }
 FP8 = recipes.coat(experts="fp8")
+CODES = recipes.coat(experts="fp8", weight_cache="codes")
+UNCACHED = recipes.coat(experts="fp8", weight_cache="none")
 
 
 def spec_of(path, p):
@@ -62,6 +64,7 @@ def on_mesh(recipe, sizes, params, x, dy, kind=AxisType.Auto):
   quick(
     1,
     [
+      (CODES, (1, 2, 2, 2), AxisType.Auto),
       (FP8, (1, 2, 2, 2), AxisType.Auto),
       (recipes.coat(), (1, 2, 2, 2), AxisType.Auto),
       (recipes.bf16(), (1, 2, 2, 2), AxisType.Auto),
@@ -69,7 +72,9 @@ def on_mesh(recipe, sizes, params, x, dy, kind=AxisType.Auto):
       (recipes.coat(), (2, 1, 4, 1), AxisType.Auto),
       (recipes.bf16(), (1, 2, 4, 1), AxisType.Auto),
       (recipes.fp8_linear(), (1, 1, 8, 1), AxisType.Auto),
+      (UNCACHED, (2, 1, 4, 1), AxisType.Auto),
       (FP8, (2, 1, 2, 2), AxisType.Explicit),
+      (CODES, (2, 1, 2, 2), AxisType.Explicit),
     ],
   ),
 )

@@ -20,6 +20,7 @@ from tests.layers.mesh.placing import assert_sharded_like, place
 from tests.matrices import quick
 
 E, B, T = 5, 8, 8
+CODES = recipes.coat(experts="fp8", weight_cache="codes")
 NAMES = ("data", "fsdp", "tensor")
 # Five experts cannot be split evenly, so weights' rows and columns are split.
 SPECS = {
@@ -48,6 +49,8 @@ def arrays(shape=(B, T, D)):
       (recipes.coat(), (2, 2, 2), AxisType.Auto),
       (recipes.coat(experts="fp8"), (1, 8, 1), AxisType.Auto),
       (recipes.coat(experts="fp8"), (2, 2, 2), AxisType.Explicit),
+      (CODES, (2, 2, 2), AxisType.Auto),
+      (CODES, (2, 2, 2), AxisType.Explicit),
       (recipes.coat(), (1, 8, 1), AxisType.Auto),
       (recipes.coat(), (2, 2, 2), AxisType.Explicit),
       (recipes.bf16(), (2, 2, 2), AxisType.Auto),
@@ -71,7 +74,7 @@ def test_moe_on_a_mesh_matches_one_device(recipe, sizes, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", [recipes.coat(), recipes.bf16()])
+@pytest.mark.parametrize("recipe", [recipes.coat(), CODES, recipes.bf16()])
 def test_moe_whose_recipe_has_no_axes_matches_one_device(recipe):
   x, dy = arrays()
   f, params = build(recipe, E)

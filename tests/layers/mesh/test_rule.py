@@ -70,7 +70,7 @@ def build(make, recipe):
   params = nnx.to_pure_dict(nnx.split(make(single), nnx.Param)[1])
 
   def f(params, x):
-    return with_weight_cache(nnx.merge(graph, params), recipe)(x)
+    return with_weight_cache(nnx.merge(graph, params))(x)
 
   return f, params
 

@@ -182,7 +182,7 @@ def build(case: Case, recipe):
   graph, params = nnx.split(module, nnx.Param)
 
   def f(weights, inputs):
-    return with_weight_cache(nnx.merge(graph, weights), recipe)(*inputs)
+    return with_weight_cache(nnx.merge(graph, weights))(*inputs)
 
   return f, nnx.to_pure_dict(params)
 
