@@ -17,6 +17,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from coat_jax import ops
+from coat_jax.layers.operands import gather_columns
 from coat_jax.layers.residuals import cotangent
 from coat_jax.layers.routing import Rows, to_rows
 from coat_jax.mesh import (
@@ -26,7 +27,6 @@ from coat_jax.mesh import (
   size_of,
 )
 from coat_jax.ops import Operand, Scaling
-from coat_jax.ops.grouped_linear import zero_unused_rows
 from coat_jax.recipes import CoatRecipe
 
 
@@ -68,38 +68,14 @@ def copies_in_rows(
   return q._replace(rows=to_rows(q.rows, rows))
 
 
-def rows_operand(
-  x: Array,
-  rows: Rows,
-  scaling: Scaling,
-  recipe: CoatRecipe,
-  dtype: DTypeLike,
-  scale: Array | None = None,
-  layout: ops.Layout = "rows",
-) -> Array | Operand:
-  """Casts f32 rows for a matmul, and quantizes them if experts use FP8."""
-  x = x.astype(dtype)
-  if recipe.experts == "bf16":
-    return x
-  return ops.quantize_tensor(
-    zero_unused_rows(x, rows.sizes),
-    scaling=scaling,
-    scale=scale,
-    layout=layout,
-    implementation=recipe.implementation,
-  )
-
-
 def cache_experts(w: Array, recipe: CoatRecipe) -> Operand | None:
-  """Computes what `recipe.weight_cache` keeps for weights [E, D, *F].
-
-  Codes are cached in row layout only, 1 byte per value.
-  """
+  """Computes what `recipe.weight_cache` keeps for weights [E, D, *F]."""
   if recipe.experts == "bf16" or recipe.weight_cache == "none":
     return None
   w = lax.stop_gradient(w.reshape(*w.shape[:2], -1))
   if recipe.weight_cache == "codes":
-    return _quantized(w, None, recipe)
+    codes = _quantized(w, None, recipe)
+    return codes._replace(columns=_in_columns(codes, recipe).columns)
   find = functools.partial(
     ops.tensor_scale, scaling=_scaling(recipe), implementation="xla"
   )
@@ -202,15 +178,29 @@ def _weight(w: Array, dtype: DTypeLike, recipe: CoatRecipe) -> Array:
 def _weight_codes(
   w: Array, layout: ops.Layout, cache: Operand | None, recipe: CoatRecipe
 ) -> Operand:
-  """Quantizes w [E, D, *F], gathers all its rows, and returns one layout."""
-  codes = cache
-  if codes is None or codes.rows is None:
-    w = w.reshape(*w.shape[:2], -1)
-    codes = _quantized(w, None if cache is None else scale_of(cache), recipe)
-  assert codes.rows is not None
-  rows = gather_experts(codes.rows, recipe.axes)
-  gathered = Operand(rows, None, codes.scale)
-  return gathered if layout == "rows" else _in_columns(gathered, recipe)
+  """Returns one layout of all rows of w [E, D, *F], quantized or cached."""
+  if cache is None or cache.rows is None:
+    scale = None if cache is None else scale_of(cache)
+    codes = _quantized(w.reshape(*w.shape[:2], -1), scale, recipe)
+    assert codes.rows is not None
+    rows = gather_experts(codes.rows, recipe.axes)
+    gathered = Operand(rows, None, codes.scale)
+    return gathered if layout == "rows" else _in_columns(gathered, recipe)
+  if layout == "rows":
+    rows = gather_experts(cache.rows, recipe.axes)
+    return Operand(rows, None, cache.scale)
+  return Operand(None, _gathered_columns(cache, recipe), cache.scale)
+
+
+def _gathered_columns(cache: Operand, recipe: CoatRecipe) -> Array:
+  """Gathers columns [E, F, D] over the FSDP axis, which splits D."""
+  columns, axes = cache.columns, recipe.axes
+  assert columns is not None
+  if axes is None or size_of(axes.fsdp) == 1:
+    return columns
+  *leading, n = columns.shape
+  columns = gather_columns(columns.reshape(-1, n), axes.fsdp, recipe)
+  return columns.reshape(*leading, -1)
 
 
 def _quantized(w: Array, scale: Array | None, recipe: CoatRecipe) -> Operand:

@@ -46,7 +46,6 @@ from coat_jax.layers.expert_products import (
   copies_in_rows,
   input_gradient,
   multiply_rows,
-  rows_operand,
   scale_of,
   weight_gradient,
 )
@@ -147,12 +146,11 @@ def _fwd(x, weights, static, recipe):
   h, gate_up_scale = multiply_rows(
     y_rows, w.gate_up, rows, recipe, dtype, w.gate_up_cache
   )
-  parts = _gate_and_up(h, rows, recipe)
+  parts, z_scale = _gate_and_up(h, rows, recipe, p)
   saved = None
   if rows.exchange is None:
     parts = saved = save_residual("activation", parts)
-  z = p * ops.activated(_flat(parts), activation="silu")
-  z = rows_operand(z, rows, value_scaling(recipe), recipe, dtype)
+  z = _activated(_flat(parts), p, z_scale, recipe, dtype)
   out, down_scale = multiply_rows(z, w.down, rows, recipe, dtype, w.down_cache)
   out = sum_of_copies(out, rows).astype(dtype)
   out = scatter_sequence(out, axes)
@@ -188,7 +186,7 @@ def _bwd(static, recipe, inputs, saved, cotangents):
   if parts is None:
     y_rows = _input_rows(x_q, rows, w, static, recipe, dtype, scales.y)
     h, _ = multiply_rows(y_rows, w.gate_up, rows, recipe, dtype, gate_up_cache)
-    parts = _gate_and_up(h, rows, recipe)
+    parts, _ = _gate_and_up(h, rows, recipe)
   parts = _flat(parts)
 
   dout = copies_in_rows(
@@ -196,26 +194,11 @@ def _bwd(static, recipe, inputs, saved, cotangents):
   )
   down_cache = w.down_cache or scales.down
   dz = input_gradient(dout, w.down, down_cache, rows, recipe, dtype)
-  dz = dz.astype(jnp.float32)
   product = ops.activated(parts, activation="silu")
-  dp = copies_of(jnp.sum(dz * product, axis=-1, keepdims=True), rows)
-  dp = scatter_sequence(dp[..., 0], axes)
-  z = rows_operand(
-    p * product,
-    rows,
-    value_scaling(recipe),
-    recipe,
-    dtype,
-    scales.z,
-    layout="columns",
-  )
+  dp = jnp.sum(dz.astype(jnp.float32) * product, axis=-1, keepdims=True)
+  dp = scatter_sequence(copies_of(dp, rows)[..., 0], axes)
+  dh, z = _activated_gradient(dz, parts, p, scales.z, recipe)
   ddown = weight_gradient(z, dout, w.down, rows, recipe)
-
-  dgate_and_up = ops.activation_bwd(p * dz, parts, activation="silu")
-  dh = jnp.concatenate(dgate_and_up, axis=-1)
-  dh = rows_operand(
-    dh, rows, gradient_scaling(recipe), recipe, dtype, layout="both"
-  )
   if y_rows is None:
     y_rows = _input_rows(x_q, rows, w, static, recipe, dtype, scales.y)
   dgate_up = weight_gradient(y_rows, dh, w.gate_up, rows, recipe)
@@ -294,20 +277,54 @@ def _input_rows(x_q, rows, w, static, recipe, dtype, scale=None):
   return copies_in_rows(y, rows, value_scaling(recipe), recipe, scale)
 
 
-def _gate_and_up(h, rows, recipe) -> tuple[QTensor, ...]:
-  """Quantizes rows of gate and up; returns [..., k, F]."""
+def _gate_and_up(h, rows, recipe, p=None) -> tuple[tuple[QTensor, ...], Any]:
+  """Quantizes rows of gate and up, to [..., k, F]; also returns z's scale."""
   first, *others = rows.shape
   # After an exchange there are n T k rows instead of T k.
-  shape = first * expert_size(recipe.axes), *others, h.shape[-1]
-  parts, _ = ops.activation_input(
-    h.reshape(shape),
+  shape = first * expert_size(recipe.axes), *others
+  return ops.activation_input(
+    h.reshape(*shape, h.shape[-1]),
     activation="silu",
     gated=True,
     groups=groups_of(recipe),
     output=value_scaling(recipe),
+    factor=None if p is None else p.reshape(*shape, 1),
     implementation=recipe.implementation,
   )
-  return parts
+
+
+def _activated(parts, p, scale, recipe, dtype) -> Array | Operand:
+  """Computes z in row layout."""
+  if recipe.experts == "bf16":
+    return (p * ops.activated(parts, activation="silu")).astype(dtype)
+  return ops.activation_fwd(
+    parts,
+    activation="silu",
+    output=value_scaling(recipe),
+    scale=scale,
+    factor=p,
+    implementation=recipe.implementation,
+  )
+
+
+def _activated_gradient(dz, parts, p, scale, recipe) -> tuple[Any, Any]:
+  """Computes the gradient of gate and up, and z in column layout."""
+  if recipe.experts == "bf16":
+    z = p * ops.activated(parts, activation="silu")
+    dh = ops.activation_bwd(p * dz, parts, activation="silu")
+    dh = jnp.concatenate(dh, axis=-1)
+    return dh.astype(dz.dtype), z.astype(dz.dtype)
+  dh, z, _ = ops.activation_bwd_operands(
+    dz,
+    parts,
+    activation="silu",
+    gradient=gradient_scaling(recipe),
+    output=value_scaling(recipe),
+    scale=scale,
+    factor=p,
+    implementation=recipe.implementation,
+  )
+  return dh, z
 
 
 def _flat(parts: tuple[QTensor, ...]) -> tuple[QTensor, ...]:

@@ -129,7 +129,7 @@ def _gather_both(rows, columns, axis, recipe):
   if rows is not None:
     rows = lax.all_gather(rows, axis, axis=0, tiled=True)
   if columns is not None:
-    columns = _gather_columns(columns, axis, recipe)
+    columns = gather_columns(columns, axis, recipe)
   return rows, columns
 
 
@@ -155,11 +155,11 @@ def gather_sequence(x: Operand, recipe: CoatRecipe, *, batch: int) -> Operand:
   if columns is not None:
     n = columns.shape[0]
     columns = columns.reshape(n * batch, -1)
-    columns = _gather_columns(columns, axes.tensor, recipe).reshape(n, -1)
+    columns = gather_columns(columns, axes.tensor, recipe).reshape(n, -1)
   return x._replace(rows=rows, columns=columns)
 
 
-def _gather_columns(x: Array, axis: str | None, recipe: CoatRecipe) -> Array:
+def gather_columns(x: Array, axis: str | None, recipe: CoatRecipe) -> Array:
   """Gathers arrays [f, k] of n devices into [f, n k]."""
   shards = lax.all_gather(x, axis)
   return ops.join_columns(shards, implementation=recipe.implementation)

@@ -150,8 +150,15 @@ def to_rows(x: Array, rows: Rows) -> Array:
 
 
 def p_of_rows(p: Array, rows: Rows) -> Array:
-  """Moves copies' weights [..., k] to rows [T k, 1]; with exchange, [R, 1]."""
-  return _sent(_take(p.reshape(-1, 1), rows.copy), rows)
+  """Moves copies' weights [..., k] to rows [T k, 1]; with exchange, [R, 1].
+
+  Rows that the exchange leaves unused get the weight 0.
+  """
+  p = _sent(_take(p.reshape(-1, 1), rows.copy), rows)
+  if rows.exchange is None:
+    return p
+  is_used = jnp.arange(len(p)) < jnp.sum(rows.sizes)
+  return jnp.where(is_used[:, None], p, 0.0)
 
 
 def copies_of(x: Array, rows: Rows) -> Array:

@@ -5,6 +5,10 @@
 `activation_input`. `activation_bwd_operands` recomputes the function's output,
 because the weight gradient of the next matmul needs it.
 
+A `factor` [..., 1] multiplies each row of the output, and thus of the input's
+gradient. A row whose factor is 0 becomes 0, even if it contains NaN. Factors
+have no gradient here.
+
 We write (1 + tanh(u)) / 2 as sigmoid(2 u), because 1 + tanh(u) cancels if
 tanh(u) is near -1.
 """
@@ -101,6 +105,7 @@ def activation_input(
   gated: bool,
   groups: Groups,
   output: Scaling = VALUES,
+  factor: Array | None = None,
 ) -> tuple[Parts, Scales | None]:
   """Quantizes the input; finds the output's scale.
 
@@ -110,7 +115,7 @@ def activation_input(
   halves = [in_groups(half, groups.size) for half in halves]
   parts = tuple(map(groups.quantize, halves))
   y, n = _activated(parts, activation)
-  return parts, output.find_joined_scale([y], n)
+  return parts, output.find_joined_scale([_times(y, factor)], n)
 
 
 @op(check=_check, mosaic="activation")
@@ -120,10 +125,11 @@ def activation_fwd(
   activation: Activation,
   output: Scaling = VALUES,
   scale: Scales | None = None,
+  factor: Array | None = None,
 ) -> Operand:
   """Computes f(x) or f(gate) * up as an operand, in rows only."""
   y, n = _activated(parts, activation)
-  return output.quantize_joined([y], n, scale, "rows")
+  return output.quantize_joined([_times(y, factor)], n, scale, "rows")
 
 
 @op(check=_check)
@@ -144,6 +150,7 @@ def activation_bwd_operands(
   gradient: Scaling = GRADIENTS,
   output: Scaling = VALUES,
   scale: Scales | None = None,
+  factor: Array | None = None,
   has_sums: bool = False,
 ) -> tuple[Operand, Operand, Array | None]:
   """Computes the input's gradient in both layouts, and the output in columns.
@@ -152,7 +159,7 @@ def activation_bwd_operands(
   is the gradient of a bias that was added to the input: the input's gradient
   before rounding, summed over rows in f32.
   """
-  n, dx = dy.shape[-1], _gradients(dy, parts, activation)
+  n, dx = dy.shape[-1], _gradients(dy, parts, activation, factor)
   sums = None
   if has_sums:
     rows = [join_groups(x, n).reshape(-1, n) for x in dx]
@@ -160,11 +167,11 @@ def activation_bwd_operands(
   found = gradient.find_joined_scale(dx, n)
   (dy, parts), found = read_again((dy, parts), found)
   if target() == "tpu":
-    dx = _gradients(dy, parts, activation)
+    dx = _gradients(dy, parts, activation, factor)
   y, _ = _activated(parts, activation)
   return (
     gradient.quantize_joined(dx, n, found, "both"),
-    output.quantize_joined([y], n, scale, "columns"),
+    output.quantize_joined([_times(y, factor)], n, scale, "columns"),
     sums,
   )
 
@@ -181,19 +188,31 @@ def _activated(parts: Parts, activation: Activation) -> tuple[Array, int]:
   return y * others[0] if others else y, parts[0].qvalue.shape[-1]
 
 
+def _times(x: Array, factor: Array | None) -> Array:
+  """Multiplies rows in groups, [..., groups, size], by factors [..., 1]."""
+  if factor is None:
+    return x
+  factor = factor[..., None]
+  return jnp.where(factor == 0, 0.0, x * factor)
+
+
 def _gradients(
-  dy: Array, parts: Parts, activation: Activation
+  dy: Array,
+  parts: Parts,
+  activation: Activation,
+  factor: Array | None = None,
 ) -> tuple[Array, ...]:
-  """Computes `activation_bwd` in groups."""
+  """Computes `activation_bwd` in groups, and multiplies by the factor."""
   x, *others = _values(parts)
   dy = split_groups(in_groups(dy, x.shape[-1]), x.shape[-1])
   dy = dy.astype(jnp.float32)
   slope = activation_derivative(x, activation=activation)
   if not others:
-    return (dy * slope,)
+    return (_times(dy * slope, factor),)
   (up,) = others
   dgate = dy * up * slope
-  return dgate, dy * activation_values(x, activation=activation)
+  dup = dy * activation_values(x, activation=activation)
+  return _times(dgate, factor), _times(dup, factor)
 
 
 def _values(parts: Parts) -> list[Array]:

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grouped matmuls of FP8 operands: each row times the weight of its group.
 
-Rows are sorted by group, as in `ops.grouped`. Rows after the last group may
-contain anything, even NaN. Before rows are quantized, `zero_unused_rows` sets
-these rows to zero, so they do not affect the scale, they add nothing to a
-weight's gradient, and their results are zero.
+Rows are sorted by group, as in `ops.grouped`. Rows after the last group must be
+zero. Then they do not affect the scale, they add nothing to a weight's
+gradient, and their results are zero.
 
 All tokens share a scale, all gradients share a scale, and each group's weight
 has a separate scale. Codes are multiplied exactly, and sums are f32.
@@ -70,13 +69,6 @@ def quantize_experts(
   if scale is None:
     scale = jax.vmap(scaling.find_scale)(w)
   return jax.vmap(lambda w, scale: scaling.quantize(w, scale, layout))(w, scale)
-
-
-def zero_unused_rows(x: Array, sizes: Array) -> Array:
-  """Sets rows of x [M, n] that belong to no group to zero."""
-  is_used = jnp.arange(len(x)) < jnp.sum(sizes)
-  # Multiplying by zero would keep a NaN.
-  return jnp.where(is_used[:, None], x, jnp.zeros((), x.dtype))
 
 
 def _check_rows(x: Operand, w: Operand, sizes: Array, codes: str) -> None:

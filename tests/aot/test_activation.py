@@ -56,37 +56,43 @@ VARIANTS = [
 VARIANTS += [(*case, 16, BF16, (1008, 1424)) for case in CASES[1:]]
 
 
+@pytest.mark.parametrize("has_factor", [False, True])
 @pytest.mark.parametrize(
   "activation, gated, group_size, dtype, shape", VARIANTS
 )
 def test_activation_kernels_do_not_spill(
-  activation, gated, group_size, dtype, shape, tmp_path
+  activation, gated, group_size, dtype, shape, has_factor, tmp_path
 ):
+  if has_factor and (activation, gated) != ("silu", True):
+    pytest.skip("only gated SiLU is used with a factor")
   (m, n), count, how = shape, 1 + gated, dict(activation=activation)
+  factor = jax.ShapeDtypeStruct((m, 1), F32) if has_factor else None
   assert_no_spills(
-    lambda x: kernels.activation_input(
-      x, gated=gated, groups=Groups(group_size), **how
+    lambda x, factor: kernels.activation_input(
+      x, gated=gated, groups=Groups(group_size), factor=factor, **how
     ),
-    jax.ShapeDtypeStruct((m, count * n), dtype),
+    *(jax.ShapeDtypeStruct((m, count * n), dtype), factor),
     folder=tmp_path / "input",
     count=2,
   )
   parts = (values(m, n, group_size),) * count
   assert_no_spills(
-    lambda parts, scale: kernels.activation_fwd(parts, scale=scale, **how).rows,
-    *(parts, SCALE),
+    lambda parts, scale, factor: (
+      kernels.activation_fwd(parts, scale=scale, factor=factor, **how).rows
+    ),
+    *(parts, SCALE, factor),
     folder=tmp_path / "fwd",
     count=1,
   )
   dy = jax.ShapeDtypeStruct((m, n), dtype)
   for has_sums in (False,) if gated else (False, True):
     assert_no_spills(
-      lambda dy, parts, scale, has_sums=has_sums: (
+      lambda dy, parts, scale, factor, has_sums=has_sums: (
         kernels.activation_bwd_operands(
-          dy, parts, scale=scale, has_sums=has_sums, **how
+          dy, parts, scale=scale, factor=factor, has_sums=has_sums, **how
         )
       ),
-      *(dy, parts, SCALE),
+      *(dy, parts, SCALE, factor),
       folder=tmp_path / f"bwd{has_sums}",
       count=3,
     )

@@ -17,11 +17,8 @@ from coat_jax.layers import (
   load_balancing_loss,
   moe,
 )
-from coat_jax.layers.expert_products import rows_operand
-from coat_jax.layers.routing import sort_rows
 from coat_jax.numerics.formats import E5M2
 from coat_jax.numerics.qtensor import num_groups
-from coat_jax.numerics.scaling import VALUES
 from tests.comparing import assert_close, assert_same_bits, jit
 from tests.layers import straight_through
 from tests.layers.test_residuals import BF16, F32, FP8, kinds
@@ -360,12 +357,3 @@ def test_moe_refuses_misshapen_weights_and_bad_numbers_of_experts():
   for k in (0, E + 1):
     with pytest.raises(ValueError, match=f"(from 1 to|at most) 6, got {k}"):
       call(x, weights, experts_per_token=k)
-
-
-def test_rows_are_rounded_to_the_dtype_before_fp8():
-  x = jnp.asarray(np.random.default_rng(0).normal(size=(32, 64)), jnp.float32)
-  rows = sort_rows(jnp.zeros((16, 2), jnp.int32), E, None)
-  found = rows_operand(x, rows, VALUES, FP8_EXPERTS, BF16, layout="both")
-  wanted = VALUES.quantize(x.astype(BF16), None, "both")
-  assert_same_bits(found, wanted)
-  assert found.scale != VALUES.find_scale(x)

@@ -182,9 +182,8 @@ def _plan_decoder(
     # layout is freed after the last forward pass, which is before the peak if
     # there is only one microbatch. The backward pass reads the row layout.
     layouts = 1 if config.accumulate == 1 else 2
-    cached = layouts * linear / layer.fsdp  # One byte per value.
-    if recipe.experts == "fp8":  # Codes in row layout only.
-      cached += (layers - linear) / layer.fsdp
+    weights_in_fp8 = layers if recipe.experts == "fp8" else linear
+    cached = layouts * weights_in_fp8 / layer.fsdp  # One byte per value.
   summed = 0
   if config.accumulate > 1:  # Sums over microbatches stay allocated.
     itemsize = jnp.dtype(config.grad_accumulate).itemsize

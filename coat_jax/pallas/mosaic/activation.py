@@ -15,6 +15,9 @@ The backward pass needs the scale of dx before it can write any code, so it
 reads its inputs twice. The first kernel only finds the largest magnitude. The
 second kernel writes the codes and, for the gradient of a bias, the sum of dx
 over the rows of each tile. XLA adds up these sums, always in the same order.
+
+A factor multiplies y and dx row by row. Kernels whose programs don't read whole
+rows read it repeated for each group.
 """
 
 import dataclasses
@@ -63,6 +66,27 @@ def _gradients(
     return [dy * slope], y
   [up] = others
   return [dy * up * slope, dy * y], y * up
+
+
+def _times(x: Array, factor: Array | None) -> Array:
+  """Multiplies by factors of leading axes, as `ops.activation` describes."""
+  if factor is None:
+    return x
+  factor = rows.spread(factor, x.shape)
+  return jnp.where(factor == 0, 0.0, x * factor)
+
+
+def _in_list(factor: Array | None, x: QTensor) -> Array | None:
+  """Repeats the factors of rows for each group, as a list of all groups."""
+  if factor is None:
+    return None
+  return jnp.broadcast_to(factor, x.scale.shape).reshape(-1)
+
+
+def _load_factor(ref, place, layout) -> Array | None:
+  if ref is None:
+    return None
+  return plgpu.load(ref.at[place], layout=layout, optimized=False)
 
 
 def _as_groups(x: QTensor) -> list[Array]:
@@ -138,6 +162,7 @@ def activation_input(
   gated: bool,
   groups: Groups,
   output: Scaling = VALUES,
+  factor: Array | None = None,
   interpret: bool = False,
 ) -> tuple[Parts, Array | None]:
   """Computes `ops.activation_input`."""
@@ -156,7 +181,7 @@ def activation_input(
       activation=activation,
       interpret=interpret,
     ),
-    [x.reshape(m, n // g, g)],
+    [x.reshape(m, n // g, g), None if factor is None else factor.reshape(m)],
     [
       jax.ShapeDtypeStruct((m, f // g, g), E4M3),
       jax.ShapeDtypeStruct((m, f // g), jnp.bfloat16),
@@ -174,7 +199,9 @@ def activation_input(
   return parts, scales.output_scale(bits, output, interpret)
 
 
-def _input_kernel(x_gmem, *refs, load, height, activation, interpret):
+def _input_kernel(
+  x_gmem, factor_gmem, *refs, load, height, activation, interpret
+):
   *refs, bits_gmem = refs
   outputs = list(itertools.batched(refs, 2))
   m, n, g = outputs[0][0].shape
@@ -191,14 +218,16 @@ def _input_kernel(x_gmem, *refs, load, height, activation, interpret):
     rows.load_groups(x_gmem.at[row, groups(group + i * n)], load)
     for i in range(len(outputs))
   ]
+  place = row, groups(group)
+  layout = load.layout.reduce(range(1, loaded[0].ndim))
+  factor = _load_factor(factor_gmem, row, layout)
   parts = []
   for x, (q_gmem, scale_gmem) in zip(loaded, outputs, strict=True):
     codes, scale = rows.quantize_groups(x, q_gmem.dtype, load, interpret)
-    place = row, groups(group)
     rows.store(q_gmem.at[place], codes)
     rows.store(scale_gmem.at[place], scale.astype(scale_gmem.dtype))
     parts.append(rows.dequantize_groups(codes, scale))
-  y = _activated(parts, activation, load.layout, interpret)
+  y = _times(_activated(parts, activation, load.layout, interpret), factor)
   scales.store_maximum(bits_gmem, program, rows.amax_bits(y, load.count))
 
 
@@ -221,13 +250,14 @@ def activation_fwd(
   activation: Activation,
   output: Scaling = VALUES,
   scale: Scales | None = None,
+  factor: Array | None = None,
   interpret: bool = False,
 ) -> Operand:
   """Computes `ops.activation_fwd`."""
   assert isinstance(scale, Array)
-  like = parts[0].qvalue
+  like = parts[0]
   inputs = [x for part in parts for x in _as_groups(part)]
-  size, shape = rows.pick_size(like.size), inputs[0].shape
+  size, shape = rows.pick_size(like.qvalue.size), inputs[0].shape
   [in_rows] = rows.run(
     functools.partial(
       _fwd_kernel,
@@ -235,21 +265,22 @@ def activation_fwd(
       activation=activation,
       interpret=interpret,
     ),
-    [*inputs, scale.reshape(1)],
+    [_in_list(factor, like), *inputs, scale.reshape(1)],
     [jax.ShapeDtypeStruct(shape, E4M3)],
-    grid=(pl.cdiv(like.size, size),),
+    grid=(pl.cdiv(like.qvalue.size, size),),
     interpret=interpret,
     name="activation_fwd",
   )
-  return Operand(in_rows.reshape(like.shape), None, scale)
+  return Operand(in_rows.reshape(like.qvalue.shape), None, scale)
 
 
-def _fwd_kernel(*refs, count, activation, interpret):
+def _fwd_kernel(factor_gmem, *refs, count, activation, interpret):
   *refs, scale_gmem, rows_gmem = refs
   groups, g = rows_gmem.shape
   part, load = rows.part("last", count, groups), Load(g)
+  factor = _load_factor(factor_gmem, part, load.layout.reduce(1))
   parts = _load_groups(refs, part, load)
-  y = _activated(parts, activation, load.layout, interpret)
+  y = _times(_activated(parts, activation, load.layout, interpret), factor)
   codes = rows.quantize(y, scale_gmem[0], E4M3, load.layout, interpret)
   rows.store(rows_gmem.at[part], codes)
 
@@ -277,6 +308,7 @@ def activation_bwd_operands(
   gradient: Scaling = GRADIENTS,
   output: Scaling = VALUES,
   scale: Scales | None = None,
+  factor: Array | None = None,
   has_sums: bool = False,
   interpret: bool = False,
 ) -> tuple[Operand, Operand, Array | None]:
@@ -290,7 +322,7 @@ def activation_bwd_operands(
   programs = pl.cdiv(dy.size, size)
   [bits] = rows.run(
     functools.partial(_amax_kernel, count=size // shape[1], **how),
-    [dy.reshape(shape), *inputs],
+    [dy.reshape(shape), _in_list(factor, parts[0]), *inputs],
     [scales.maxima(programs)],
     grid=(programs,),
     interpret=interpret,
@@ -304,6 +336,7 @@ def activation_bwd_operands(
     functools.partial(_bwd_kernel, count=len(parts), height=height, **how),
     [
       dy.reshape(m, f),
+      None if factor is None else factor.reshape(m),
       *(x for part in parts for x in _as_matrix(part)),
       read,
       scale.reshape(1),
@@ -326,20 +359,24 @@ def activation_bwd_operands(
   return dx, Operand(None, y, scale), sums
 
 
-def _amax_kernel(dy_gmem, *refs, count, activation, interpret):
+def _amax_kernel(dy_gmem, factor_gmem, *refs, count, activation, interpret):
   *refs, bits_gmem = refs
   groups, g = dy_gmem.shape
   part, load = rows.part("last", count, groups), Load(g)
   dy = rows.load_groups(dy_gmem.at[part], load)
+  factor = _load_factor(factor_gmem, part, load.layout.reduce(1))
   parts = _load_groups(refs, part, load)
   gradients, _ = _gradients(dy, parts, activation, load.layout, interpret)
   largest = functools.reduce(jnp.maximum, map(jnp.abs, gradients))
+  largest = _times(largest, factor)
   scales.store_maximum(
     bits_gmem, lax.axis_index("last"), rows.amax_bits(largest, load.count)
   )
 
 
-def _bwd_kernel(dy_gmem, *refs, count, height, activation, interpret):
+def _bwd_kernel(
+  dy_gmem, factor_gmem, *refs, count, height, activation, interpret
+):
   refs, smems = refs[: -count - 1], refs[-count - 1 :]
   refs, sums_smem = refs[: 2 * count + 6], refs[2 * count + 6 :]
   *refs, rows_gmem, columns_gmem, output_gmem, sums_gmem = refs
@@ -347,9 +384,15 @@ def _bwd_kernel(dy_gmem, *refs, count, height, activation, interpret):
   m, n = dy_gmem.shape
   place = row, column = rows.place_of_tile((m, n), height)
   dy = rows.load_tile(dy_gmem.at[place])
+  factor = _load_factor(factor_gmem, row, row_ptx.TILE_LAYOUT.reduce(1))
   parts = _load_tiles(refs, place, interpret)
   layout = row_ptx.TILE_LAYOUT
+  if factor is not None:
+    # Multiplying all gradients at the end would spill registers.
+    dy, factor = _times(dy, factor), rows.spread(factor, dy.shape)
+    parts = [jnp.where(factor == 0, 0.0, x) for x in parts]
   gradients, y = _gradients(dy, parts, activation, layout, interpret)
+  y = y if factor is None else y * factor
   if sums_gmem is not None:
     rows.store_sums(sums_gmem, gradients[0], place, m, sums_smem[0], interpret)
   for i, (dx, smem) in enumerate(zip(gradients, smems[1:], strict=True)):

@@ -217,10 +217,10 @@ def quantize_groups(
   """
   bits = magnitude_bits(jnp.max(jnp.abs(x), axis=-1))
   scale = group_scale(bits, dtype)
-  spread = _spread(scale, x.shape)
+  wide = spread(scale, x.shape)
   if interpret:
-    return (x / spread).astype(dtype), scale
-  quotient = row_ptx.quotient(x, spread, None, load.layout)
+    return (x / wide).astype(dtype), scale
+  quotient = row_ptx.quotient(x, wide, None, load.layout)
   return quotient.astype(dtype), scale
 
 
@@ -238,11 +238,11 @@ def quantize(
 
 def dequantize_groups(codes: Array, scale: Array) -> Array:
   """Dequantizes codes [..., G] with scales [...] to f32."""
-  return codes.astype(jnp.float32) * _spread(scale, codes.shape)
+  return codes.astype(jnp.float32) * spread(scale, codes.shape)
 
 
-def _spread(scale: Array, shape: tuple[int, ...]) -> Array:
-  """Repeats each group's scale for its values."""
+def spread(scale: Array, shape: tuple[int, ...]) -> Array:
+  """Repeats the scales of leading axes along the others."""
   return lax.broadcast_in_dim(scale, shape, range(scale.ndim))
 
 

@@ -30,7 +30,7 @@ from tests.pallas.kernels import (
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 # Names of keyword arguments that are arrays. The others are static.
-TRACED = ("scale",)
+TRACED = ("scale", "factor")
 
 # An error of 2^-22 in f32 changes 1 E4M3 code in 2^18, and fewer E5M2 codes. An
 # error of 2^-20, which 1 + tanh may have, changes 1 in 2^16.
@@ -123,6 +123,43 @@ def test_kernels_match_the_definition(shape, group_size, activation, gated):
   actual, expected = both("activation_bwd_operands", dy, parts, **how)
   assert_same_operand(actual[0], expected[0], SCALES_APART[activation])
   assert_same_operand(actual[1], expected[1])
+
+
+@SHAPES
+def test_kernels_multiply_rows_by_a_factor(shape, group_size):
+  dy, x, options = inputs(shape, True, group_size, least=-2.0)
+  factor = jnp.linspace(0.05, 1.5, shape[0])[:, None]
+  # Rows with the factor 0 must not reach any result.
+  for i in (3, shape[0] - 1):
+    factor, x, dy = (
+      factor.at[i].set(0),
+      x.at[i].set(jnp.nan),
+      dy.at[i].set(jnp.inf),
+    )
+  how = dict(activation="silu", factor=factor)
+  actual, (parts, scale) = both("activation_input", x, **options, **how)
+  assert_same_input(actual, (parts, scale))
+  gate, up = (part.dequantize() for part in parts)
+  y = np.nan_to_num(ops.activation_values(gate, activation="silu") * up)
+  y = y * np.asarray(factor)
+  np.testing.assert_allclose(scale, np.max(np.abs(y)) / 448, rtol=1e-6)
+  how |= dict(scale=scale)
+  actual, expected = both("activation_fwd", parts, **how)
+  assert_same_operand(actual, expected)
+  codes = quantize_with_scale(jnp.asarray(y), scale, group_size=None)
+  assert_same_codes(actual.rows, codes.qvalue, SHARE)
+  actual, expected = both("activation_bwd_operands", dy, parts, **how)
+  assert_same_operand(actual[0], expected[0])
+  assert_same_operand(actual[1], expected[1])
+  # The gradient of factor * f is the gradient of f for factor * dy.
+  scaled = jnp.where(factor == 0, 0, dy * factor), *parts
+  plain = run(
+    ops.activation_bwd.definition, scaled[0], parts, activation="silu"
+  )
+  want = np.nan_to_num(np.concatenate(plain, axis=-1))
+  found = np.asarray(actual[0].rows, F32) * np.asarray(actual[0].scale)
+  # E5M2 has 2 bits after the point.
+  np.testing.assert_allclose(found, want, rtol=2**-2.9, atol=1e-6 * want.max())
 
 
 @SHAPES
