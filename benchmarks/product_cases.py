@@ -136,6 +136,16 @@ def _grouped(sizes):
       flops=2 * t * d * f,
       ceiling="fp8",
     )
+  yield of_op(
+    ops.take_rows,
+    dict(tokens=t, rows=4 * t, columns=d),
+    lambda: (
+      sizes.normal(t, d),
+      jax.random.randint(jax.random.key(0), (4 * t,), 0, t),
+    ),
+    lambda op, x, index: op(x, index),
+    num_bytes=5 * t * d * sizes.value_bytes,
+  )
   # As for `quantize_rows`, tests need a case that the kernel does not support.
   scaling = ops.PerTensor(E5M2 if f % 16 else E4M3)
   yield of_op(

@@ -59,13 +59,13 @@ def copies_in_rows(
 ) -> Array | Operand:
   """Copies tokens with `to_rows`; quantizes them first if experts use FP8."""
   if recipe.experts == "bf16":
-    return to_rows(x, rows)
+    return to_rows(x, rows, recipe.implementation)
   # Quantize first, so that only FP8 values are copied.
   q = ops.quantize_tensor(
     x, scaling=scaling, scale=scale, implementation=recipe.implementation
   )
   assert q.rows is not None
-  return q._replace(rows=to_rows(q.rows, rows))
+  return q._replace(rows=to_rows(q.rows, rows, recipe.implementation))
 
 
 def cache_experts(w: Array, recipe: CoatRecipe) -> Operand | None:

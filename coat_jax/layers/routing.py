@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from coat_jax import ops
 from coat_jax.layers.exchange import (
   Exchange,
   plan_exchange,
@@ -143,10 +144,14 @@ def sort_rows(experts: Array, num_experts: int, axes: MeshAxes | None) -> Rows:
   return Rows(shape, copy, row, sizes, exchange)
 
 
-def to_rows(x: Array, rows: Rows) -> Array:
-  """Copies tokens [..., n] to rows [T k, n]; with an exchange, to [R, n]."""
+def to_rows(x: Array, rows: Rows, implementation: str | None = "xla") -> Array:
+  """Copies tokens [..., n] to rows [T k, n]; with an exchange, to [R, n].
+
+  Differentiable only in plain JAX, the default.
+  """
+  index = rows.copy // rows.shape[-1]
   x = x.reshape(-1, x.shape[-1])
-  return _sent(_take(x, rows.copy // rows.shape[-1]), rows)
+  return _sent(ops.take_rows(x, index, implementation=implementation), rows)
 
 
 def p_of_rows(p: Array, rows: Rows) -> Array:

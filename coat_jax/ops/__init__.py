@@ -52,6 +52,7 @@ from coat_jax.ops.dispatch import explain as explain
 from coat_jax.ops.grouped import grouped_dgrad as grouped_dgrad
 from coat_jax.ops.grouped import grouped_fwd as grouped_fwd
 from coat_jax.ops.grouped import grouped_wgrad as grouped_wgrad
+from coat_jax.ops.grouped import take_rows as take_rows
 from coat_jax.ops.grouped_linear import (
   grouped_linear_dgrad as grouped_linear_dgrad,
 )

@@ -91,3 +91,9 @@ def grouped_wgrad(
   """
   dw = ragged_product(x, g, sizes, (0, 0)).astype(dtype)
   return jnp.moveaxis(dw, 0, 1) if rows_first else dw
+
+
+@op(mosaic="take_rows")
+def take_rows(x: Array, index: Array) -> Array:
+  """Copies rows of x [T, n] to [M, n]; `index` [M] must be within range."""
+  return x.at[index].get(mode="promise_in_bounds")

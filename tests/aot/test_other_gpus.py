@@ -69,10 +69,11 @@ WITHOUT_E4M3 = {
 
 
 def is_for_hopper(case: OpCase) -> bool:
-  """Returns whether the kernel uses wgmma, which only Hopper has."""
+  """Returns whether the kernel uses Hopper's matmuls or copy engine."""
   is_attention = case.op.startswith("attention")
   runs = case.implementations[1]
-  return case.op.startswith("grouped") or is_attention and runs == "mosaic"
+  is_of_experts = case.op.startswith(("grouped", "take_rows"))
+  return is_of_experts or is_attention and runs == "mosaic"
 
 
 def compile_operations(gpu: str) -> None:

@@ -252,28 +252,6 @@ def test_training_table_matches_the_rows():
   assert table(PERFORMANCE, "## Training on several GPUs") == want
 
 
-def test_table_of_expert_matmuls_matches_the_rows():
-  # The kernels use these tiles; later rows replace earlier ones.
-  tiles = {"fwd": "three", "dgrad": "three", "wgrad": "two"}
-  rows = {
-    tuple(row["case"][key] for key in ("model", "product"))
-    + (row["implementation"],): row["tflops"]
-    for row in measured("grouped_products")
-    if (row["case"]["matrix"], row["case"]["routing"]) == ("gate_up", "uniform")
-    and row.get("tile", "three") in ("three", tiles[row["case"]["product"]])
-  }
-  want = [
-    [
-      tflops and round(tflops)
-      for how in ("bf16", "mosaic_bf16", "mosaic")
-      for tflops in (rows.get((model, product, how)),)
-    ]
-    for model in ("qwen3_30b_a3b", "mixtral_8x7b")
-    for product in tiles
-  ]
-  assert table(PERFORMANCE, "shows the TFLOP/s of expert matmuls") == want
-
-
 def test_layer_table_matches_the_rows():
   times = {key[2:]: row for key, row in layer_rows().items()}
   units = {

@@ -238,31 +238,3 @@ def test_vision_page_shows_the_measured_losses_on_clothes():
       )
     ]
     assert f"| {label} | {' | '.join(cells)} |" in shown
-
-
-def test_layers_page_shows_the_measured_losses_of_experts():
-  rows: dict[str, list[dict]] = {}
-  for row in measured("experts"):
-    if row["steps"] == row["step"] == 1900:
-      rows.setdefault(row["variant"], []).append(row)
-  shown = (DOCS / "layers.md").read_text()
-  plain = np.array([row["held_out_loss"] for row in rows["bf16"]])
-  for label, variant in (
-    ("bf16()", "bf16"),
-    ("coat()", "coat"),
-    ('coat(experts="fp8")', "coat, experts fp8"),
-  ):
-    found = rows[variant]
-    assert [row["seed"] for row in found] == [0, 1, 2]
-    rate = np.mean([row["tokens_per_s"] for row in found])
-    cells = f"| `{label}` | {rate:,.0f} | {found[0]['step_bytes'] / 1e9:.1f} |"
-    ends = np.array([row["held_out_loss"] for row in found])
-    if variant == "bf16":
-      losses = ", ".join(f"{x:.4f}" for x in ends)
-      cells += f" {losses} | {ends.mean():.4f} |"
-    else:
-      mean, half = stability_figure.interval(ends - plain)
-      cells += f" {signed(ends - plain)} | {mean:+.4f} ± {half:.4f} |"
-    least = min(row["smallest_load"] for row in found)
-    most = max(row["largest_load"] for row in found)
-    assert f"{cells} {least:.2f} to {most:.2f} |" in shown

@@ -128,7 +128,7 @@ def test_kernels_match_the_definition(shape, group_size, activation, gated):
 @SHAPES
 def test_kernels_multiply_rows_by_a_factor(shape, group_size):
   dy, x, options = inputs(shape, True, group_size, least=-2.0)
-  factor = jnp.linspace(0.05, 1.5, shape[0])[:, None]
+  factor = factor_of(shape[0])
   # Rows with the factor 0 must not reach any result.
   for i in (3, shape[0] - 1):
     factor, x, dy = (
@@ -295,12 +295,29 @@ def test_kernels_on_a_gpu(shape, group_size, activation, gated, dtype):
   check_kernels(shape, group_size, activation, gated, dtype, 1e-5)
 
 
-def check_kernels(shape, group_size, activation, gated, dtype, apart):
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize(
+  "shape, group_size", [((2048, 768), 16), ((1008, 1408), 128)], ids=str
+)
+def test_kernels_with_a_factor_on_a_gpu(shape, group_size, dtype):
+  factor = factor_of(shape[0])
+  check_kernels(shape, group_size, "silu", True, dtype, 1e-5, factor)
+
+
+def factor_of(m):
+  """Makes factors of m rows, one of them 0."""
+  return jnp.linspace(0.05, 1.5, m)[:, None].at[m // 3].set(0)
+
+
+def check_kernels(
+  shape, group_size, activation, gated, dtype, apart, factor=None
+):
   """Compares compiled kernels with their definitions."""
   dy, x, options = inputs(shape, gated, group_size, dtype)
 
   def on_both(name, *args, **options):
-    options["activation"] = activation
+    options |= dict(activation=activation, factor=factor)
     kernel = getattr(kernels, name)(*args, **options)
     return kernel, run(
       getattr(ops, name).definition, *args, jit=jax.jit, **options
