@@ -45,8 +45,6 @@ def _cast_experts(
   if scale is None:
     scale = jax.vmap(scaling.find_scale)(w)
   rows = cast_rows(w, scale=scale[:, None, None], dtype=scaling.dtype)
-  # Store the codes: XLA drops a cast to E4M3 that it fuses with a cast back.
-  rows = jax.lax.optimization_barrier(rows)
   return Operand(
     rows=None if layout == "columns" else rows,
     columns=None if layout == "rows" else jnp.swapaxes(rows, 1, 2),

@@ -2,7 +2,7 @@
 """Quantization to groups and to operands of matmuls, in plain jnp."""
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.typing import DTypeLike
 
 from coat_jax.numerics.formats import E4M3, qmax
@@ -60,13 +60,15 @@ def cast_rows(x: Array, *, scale: Array, dtype: DTypeLike = E4M3) -> Array:
 
   `formats.saturating_cast` rounds to the format's grid in f32 before it casts,
   because XLA may split a cast or drop it. A cast to E4M3 is neither split nor
-  dropped if the fusion that computes the codes also writes them to memory. The
-  whole cast is then one instruction, `cvt.rn.satfinite.e4m3x2.f32`. With the
-  rounding in f32, the fusion would need 24 instructions per value, 12 of them
-  to round, and would run far below memory bandwidth.
+  dropped if the fusion that computes the codes also writes them to memory,
+  which the barrier ensures. The whole cast is then one instruction,
+  `cvt.rn.satfinite.e4m3x2.f32`. With the rounding in f32, the fusion would need
+  24 instructions per value, 12 of them to round, and would run far below memory
+  bandwidth.
   """
   values = x.astype(jnp.float32) / scale
-  return jnp.clip(values, -qmax(dtype), qmax(dtype)).astype(dtype)
+  codes = jnp.clip(values, -qmax(dtype), qmax(dtype)).astype(dtype)
+  return lax.optimization_barrier(codes)
 
 
 @op(cuda=cast_rows)

@@ -9,7 +9,7 @@ import pytest
 
 from coat_jax.numerics.formats import E5M2
 from coat_jax.numerics.scaling import VALUES
-from coat_jax.ops import Groups, PerTensor
+from coat_jax.ops import Groups, PerTensor, quantize_rows
 from coat_jax.pallas.mosaic import quantize, scales
 from tests.aot.compiling import compile_for_h200, launches
 
@@ -58,3 +58,11 @@ def test_scale_of_a_tensor_is_two_kernels():
   x = jax.ShapeDtypeStruct((8192, 4096), BF16)
   compiled = compile_for_h200(quantize.tensor_scale, x)
   assert launches(compiled) == ["custom-call"] * 2
+
+
+def test_a_cast_back_does_not_undo_the_rounding():
+  def rounded(x, scale):
+    return quantize_rows(x, scale=scale).astype(F32) * scale
+
+  specs = jax.ShapeDtypeStruct((512, 512), BF16), jax.ShapeDtypeStruct((), F32)
+  assert "f8e4m3fn[512,512]" in compile_for_h200(rounded, *specs).as_text()

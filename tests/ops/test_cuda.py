@@ -87,5 +87,5 @@ def test_program_for_a_gpu_does_not_round_before_the_cast():
   ):
     text = lowered_for_h200(fn, *args)
     assert "round" not in text and "divide" in text
-  # XLA must not fuse the cast of experts with a cast back, and drop both.
-  assert "optimization_barrier" in text
+    # XLA must not fuse the cast with a cast back, and drop both.
+    assert "optimization_barrier" in text
