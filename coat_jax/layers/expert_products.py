@@ -35,8 +35,8 @@ class Scales(NamedTuple):
 
   Attributes:
     y, z: scales of the inputs of the first and the second matmul, [].
-    gate_up, down: scales of the weights, [E], without codes; also None if they
-      are cached.
+    gate_up, down: operands with only the scales [E] of the weights; None if the
+      weights have caches.
   """
 
   y: Array | None

@@ -146,7 +146,8 @@ def _fwd(x, weights, static, recipe):
   h, gate_up_scale = multiply_rows(
     y_rows, w.gate_up, rows, recipe, dtype, w.gate_up_cache
   )
-  parts, z_scale = _gate_and_up(h, rows, recipe, p)
+  of_z = p if recipe.experts == "fp8" else None
+  parts, z_scale = _gate_and_up(h, rows, recipe, of_z)
   saved = None
   if rows.exchange is None:
     parts = saved = save_residual("activation", parts)

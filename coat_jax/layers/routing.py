@@ -147,7 +147,7 @@ def sort_rows(experts: Array, num_experts: int, axes: MeshAxes | None) -> Rows:
 def to_rows(x: Array, rows: Rows, implementation: str | None = "xla") -> Array:
   """Copies tokens [..., n] to rows [T k, n]; with an exchange, to [R, n].
 
-  Differentiable only in plain JAX, the default.
+  Only implementation="xla", the default here, is differentiable.
   """
   index = rows.copy // rows.shape[-1]
   x = x.reshape(-1, x.shape[-1])
@@ -157,13 +157,9 @@ def to_rows(x: Array, rows: Rows, implementation: str | None = "xla") -> Array:
 def p_of_rows(p: Array, rows: Rows) -> Array:
   """Moves copies' weights [..., k] to rows [T k, 1]; with exchange, [R, 1].
 
-  Rows that the exchange leaves unused get the weight 0.
+  Rows that the exchange leaves unused have the weight 0.
   """
-  p = _sent(_take(p.reshape(-1, 1), rows.copy), rows)
-  if rows.exchange is None:
-    return p
-  is_used = jnp.arange(len(p)) < jnp.sum(rows.sizes)
-  return jnp.where(is_used[:, None], p, 0.0)
+  return _sent(_take(p.reshape(-1, 1), rows.copy), rows)
 
 
 def copies_of(x: Array, rows: Rows) -> Array:
@@ -205,4 +201,4 @@ def _sent(x: Array, rows: Rows) -> Array:
 
 
 def _take(x: Array, index: Array) -> Array:
-  return x.at[index].get(mode="promise_in_bounds")
+  return ops.take_rows(x, index, implementation="xla")

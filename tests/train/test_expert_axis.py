@@ -48,7 +48,9 @@ def test_fp8_losses_on_meshes_are_near_those_on_one_device(experts):
   for mesh in ("fsdp=8", *MESHES):
     got = Trained(on(config, mesh)).run()
     # As in test_mixture, the order of BF16 sums differs, so some codes differ.
-    assert largest_difference(got, want) <= 1e-3
+    # With three seeds, losses differed by up to 1.04e-3. If experts' gradients
+    # were also summed over the expert axis, they would differ by 8.5e-3.
+    assert largest_difference(got, want) <= 2e-3
 
 
 def test_state_of_experts_is_sharded_like_experts():

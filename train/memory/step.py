@@ -184,6 +184,9 @@ def _plan_decoder(
     layouts = 1 if config.accumulate == 1 else 2
     weights_in_fp8 = layers if recipe.experts == "fp8" else linear
     cached = layouts * weights_in_fp8 / layer.fsdp  # One byte per value.
+    if recipe.experts == "fp8" and layer.recomputes_experts and layouts == 1:
+      # The backward pass recomputes gate and up, from columns of their weight.
+      cached += model.num_layers * matrices["gate_up"] / layer.fsdp
   summed = 0
   if config.accumulate > 1:  # Sums over microbatches stay allocated.
     itemsize = jnp.dtype(config.grad_accumulate).itemsize

@@ -15,9 +15,6 @@ The backward pass needs the scale of dx before it can write any code, so it
 reads its inputs twice. The first kernel only finds the largest magnitude. The
 second kernel writes the codes and, for the gradient of a bias, the sum of dx
 over the rows of each tile. XLA adds up these sums, always in the same order.
-
-A factor multiplies y and dx row by row. Kernels whose programs don't read whole
-rows read it repeated for each group.
 """
 
 import dataclasses

@@ -242,7 +242,7 @@ def dequantize_groups(codes: Array, scale: Array) -> Array:
 
 
 def spread(scale: Array, shape: tuple[int, ...]) -> Array:
-  """Repeats the scales of leading axes along the others."""
+  """Repeats the values of leading axes along the others."""
   return lax.broadcast_in_dim(scale, shape, range(scale.ndim))
 
 

@@ -4,6 +4,8 @@
 XLA loads a few values at a time, and computes each one's address. This kernel
 copies whole rows with the GPU's copy engine, through shared memory. A program
 copies `_ROWS` rows; while one is written, the next ones are loaded.
+
+The interpreter copies at once, so only a test on a GPU can find a missing wait.
 """
 
 import jax
@@ -59,7 +61,7 @@ def take_rows(x: Array, index: Array, *, interpret: bool = False) -> Array:
 
 def _kernel(x_gmem, index_gmem, out_gmem, smem, loaded):
   first, slots = rows.part("last", _ROWS, len(index_gmem)).start, len(smem)
-  writes = slots // 2  # How many rows may still be read from shared memory.
+  writes = slots // 2  # How many writes may read shared memory during a load.
 
   def load(i):
     source = x_gmem.at[index_gmem[first + i]]

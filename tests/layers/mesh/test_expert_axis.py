@@ -180,6 +180,8 @@ def test_unused_rows_change_nothing(recipe, monkeypatch):
 
   def poisoned(x, plan):
     rows = exchange.send_rows(x, plan)
+    if rows.shape[-1] == 1:  # Weights p of unused rows must stay 0.
+      return rows
     is_used = jnp.arange(len(rows)) < jnp.sum(plan.received.sizes)
     is_used = is_used.reshape(-1, *(1,) * (rows.ndim - 1))
     return jnp.where(is_used, rows, jnp.nan).astype(x.dtype)

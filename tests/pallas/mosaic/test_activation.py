@@ -126,43 +126,6 @@ def test_kernels_match_the_definition(shape, group_size, activation, gated):
 
 
 @SHAPES
-def test_kernels_multiply_rows_by_a_factor(shape, group_size):
-  dy, x, options = inputs(shape, True, group_size, least=-2.0)
-  factor = factor_of(shape[0])
-  # Rows with the factor 0 must not reach any result.
-  for i in (3, shape[0] - 1):
-    factor, x, dy = (
-      factor.at[i].set(0),
-      x.at[i].set(jnp.nan),
-      dy.at[i].set(jnp.inf),
-    )
-  how = dict(activation="silu", factor=factor)
-  actual, (parts, scale) = both("activation_input", x, **options, **how)
-  assert_same_input(actual, (parts, scale))
-  gate, up = (part.dequantize() for part in parts)
-  y = np.nan_to_num(ops.activation_values(gate, activation="silu") * up)
-  y = y * np.asarray(factor)
-  np.testing.assert_allclose(scale, np.max(np.abs(y)) / 448, rtol=1e-6)
-  how |= dict(scale=scale)
-  actual, expected = both("activation_fwd", parts, **how)
-  assert_same_operand(actual, expected)
-  codes = quantize_with_scale(jnp.asarray(y), scale, group_size=None)
-  assert_same_codes(actual.rows, codes.qvalue, SHARE)
-  actual, expected = both("activation_bwd_operands", dy, parts, **how)
-  assert_same_operand(actual[0], expected[0])
-  assert_same_operand(actual[1], expected[1])
-  # The gradient of factor * f is the gradient of f for factor * dy.
-  scaled = jnp.where(factor == 0, 0, dy * factor), *parts
-  plain = run(
-    ops.activation_bwd.definition, scaled[0], parts, activation="silu"
-  )
-  want = np.nan_to_num(np.concatenate(plain, axis=-1))
-  found = np.asarray(actual[0].rows, F32) * np.asarray(actual[0].scale)
-  # E5M2 has 2 bits after the point.
-  np.testing.assert_allclose(found, want, rtol=2**-2.9, atol=1e-6 * want.max())
-
-
-@SHAPES
 def test_kernel_sums_a_bias_gradient(shape, group_size):
   dy, x, options = inputs((2, shape[0] // 2, shape[1]), False, group_size)
   how = dict(activation="silu")
@@ -293,21 +256,6 @@ def test_kernels_refuse_saved_arrays_of_wrong_shapes():
 @ALL
 def test_kernels_on_a_gpu(shape, group_size, activation, gated, dtype):
   check_kernels(shape, group_size, activation, gated, dtype, 1e-5)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [BF16, F32])
-@pytest.mark.parametrize(
-  "shape, group_size", [((2048, 768), 16), ((1008, 1408), 128)], ids=str
-)
-def test_kernels_with_a_factor_on_a_gpu(shape, group_size, dtype):
-  factor = factor_of(shape[0])
-  check_kernels(shape, group_size, "silu", True, dtype, 1e-5, factor)
-
-
-def factor_of(m):
-  """Makes factors of m rows, one of them 0."""
-  return jnp.linspace(0.05, 1.5, m)[:, None].at[m // 3].set(0)
 
 
 def check_kernels(

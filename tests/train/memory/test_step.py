@@ -15,9 +15,16 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from benchmarks import training_step
 from coat_jax import recipes
-from tests.train.memory.runs import Case
+from tests.train.memory.runs import DEMO_MOE, Case
 from train.memory.count import saved_bytes
-from train.memory.step import Memory, device_bytes, fullest, largest, plan
+from train.memory.step import (
+  AbstractState,
+  Memory,
+  device_bytes,
+  fullest,
+  largest,
+  plan,
+)
 from train.presets import PRESETS
 
 ROWS = Path(__file__).parents[3] / "docs" / "rows"
@@ -82,6 +89,30 @@ def test_cached_codes_are_split_like_weights(gpus, accumulate):
   # after the forward pass.
   want = accumulate * LAYERS / gpus
   assert abs(codes["backward"].total - scale["backward"].total - want) <= 1
+
+
+@pytest.mark.parametrize("experts, accumulate", [(1, 1), (1, 2), (2, 1)])
+def test_cached_codes_of_experts_are_counted(experts, accumulate):
+  scale, codes = (
+    plan(
+      dataclasses.replace(
+        DEMO_MOE.config,
+        mesh=f"expert={experts}" if experts > 1 else "",
+        accumulate=accumulate,
+        experts="fp8",
+        weight_cache=cache,
+      ),
+      AbstractState(*[jax.ShapeDtypeStruct((1000,), jnp.float32)] * 2),
+    )
+    for cache in ("scale", "codes")
+  )
+  model, d = DEMO_MOE.model, DEMO_MOE.model.d_model
+  gate_up = DEMO_MOE.gate_up / experts
+  want = accumulate * (DEMO_MOE.qkv + d * d + 1.5 * gate_up)
+  if experts > 1:  # The backward pass also reads the columns of gate_up.
+    want += gate_up
+  found = codes["backward"].total - scale["backward"].total
+  assert abs(found - model.num_layers * want) <= 1
 
 
 def test_checkpoints_save_less_and_recompute_a_layer():
