@@ -18,7 +18,8 @@ at a multiple of 8 rows or, along the summed axis, at a block's edge. Therefore:
                        Rows of other groups are computed but not written.
   gradients of weights The matmul sums over rows, here called tokens. In a
                        group's first and last block, tokens of other groups are
-                       set to zero in shared memory, in one of the two operands.
+                       set to zero in one of the two operands: FP8 codes when
+                       they are read, 16-bit values in shared memory.
 """
 
 import dataclasses
@@ -32,6 +33,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from coat_jax.numerics.scaling import BLOCK
+from coat_jax.pallas.mosaic.grouped_ptx import own_codes
 from coat_jax.pallas.mosaic.grouped_table import Entry
 from coat_jax.pallas.mosaic.wgmma import (
   LAYOUT,
@@ -229,12 +231,24 @@ def _sum_blocks(
   shape = ROWS, BLOCK
 
   def multiply(rows, columns, acc):
-    plgpu.wgmma(
-      acc,
-      rows.T if work.a_k_first else rows,
-      columns if work.b_k_first else columns.T,
-    )
+    plgpu.wgmma(acc, rows, columns if work.b_k_first else columns.T)
     return acc[...]
+
+  def product(rows, columns):
+    zeros = plgpu.ACC(shape, jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
+    return pl.run_scoped(functools.partial(multiply, rows, columns), zeros)
+
+  def product_of_own(rows, columns, start):
+    """Multiplies the group's own tokens of a block that begins at `start`."""
+    begin, end = entry.begin - start, entry.end - start
+    if work.a_k_first or work.interpret:
+      _clear_others(work, rows, begin, end)
+      return product(rows.T if work.a_k_first else rows, columns)
+    return lax.cond(
+      (begin > 0) | (end < work.depth),
+      lambda: product(own_codes(rows, begin, end), columns),
+      lambda: product(rows, columns),
+    )
 
   def add_block(j, carry):
     step, total = carry
@@ -243,9 +257,9 @@ def _sum_blocks(
     rows, columns = memory.a_smem.at[slot, *own], memory.b_smem.at[slot]
     if work.is_wgrad:
       start = (entry.first + j) * work.depth
-      _clear_others(work, rows, entry.begin - start, entry.end - start)
-    zeros = plgpu.ACC(shape, jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
-    partial = pl.run_scoped(functools.partial(multiply, rows, columns), zeros)
+      partial = product_of_own(rows, columns, start)
+    else:
+      partial = product(rows, columns)
     plgpu.barrier_arrive(memory.free.at[slot])
     # Tensor cores accumulate with fewer bits than f32 has. So they sum only
     # within a block, and the sums of blocks are added in f32.

@@ -48,7 +48,9 @@ def tiles_of_rows(
   # early, and its last tile contains at least one row.
   entries = pl.cdiv(m + 7 * (groups + 1), tile_m) + groups + 1
   tile = jnp.arange(entries, dtype=jnp.int32)
-  group = jnp.searchsorted(last, tile, side="right").astype(jnp.int32)
+  # A search in steps would launch several kernels for each step.
+  group = jnp.searchsorted(last, tile, side="right", method="compare_all")
+  group = group.astype(jnp.int32)
   group = jnp.minimum(group, groups)
   row = aligned[group] + (tile - (last - counts)[group]) * tile_m
   table = Entry(
