@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array, P
+from jax import Array, P, lax
 
 from coat_jax import ops
 from coat_jax.layers.dot_product_attention import (
@@ -239,7 +239,10 @@ class SelfAttention(Middle):
     angles = _angles(saved.inputs, dq.shape[-1], self.heads)
 
     def before(dy, codes, weight):
-      dy = rotate_back(dy.astype(jnp.float32), *angles)
+      # Without the barrier, XLA would rotate dy again in each of the three
+      # fusions that read it.
+      dy = rotate_back(dy.astype(jnp.float32), *angles).astype(dq.dtype)
+      dy = lax.optimization_barrier(dy)
       dx, dweight = norm.gradients(dy, codes.dequantize(), weight, recipe.axes)
       return dx.astype(dq.dtype), dweight
 
