@@ -195,10 +195,8 @@ def _bwd(static, recipe, inputs, saved, cotangents):
   )
   down_cache = w.down_cache or scales.down
   dz = input_gradient(dout, w.down, down_cache, rows, recipe, dtype)
-  product = ops.activated(parts, activation="silu")
-  dp = jnp.sum(dz.astype(jnp.float32) * product, axis=-1, keepdims=True)
+  dh, z, dp = _activated_gradient(dz, parts, p, scales.z, recipe)
   dp = scatter_sequence(copies_of(dp, rows)[..., 0], axes)
-  dh, z = _activated_gradient(dz, parts, p, scales.z, recipe)
   ddown = weight_gradient(z, dout, w.down, rows, recipe)
   if y_rows is None:
     y_rows = _input_rows(x_q, rows, w, static, recipe, dtype, scales.y)
@@ -308,14 +306,15 @@ def _activated(parts, p, scale, recipe, dtype) -> Array | Operand:
   )
 
 
-def _activated_gradient(dz, parts, p, scale, recipe) -> tuple[Any, Any]:
-  """Computes the gradient of gate and up, and z in column layout."""
+def _activated_gradient(dz, parts, p, scale, recipe) -> tuple[Any, Any, Array]:
+  """Computes the gradient of gate and up, z in column layout, and dp."""
   if recipe.experts == "bf16":
-    z = p * ops.activated(parts, activation="silu")
+    product = ops.activated(parts, activation="silu")
+    dp = jnp.sum(dz.astype(jnp.float32) * product, axis=-1, keepdims=True)
     dh = ops.activation_bwd(p * dz, parts, activation="silu")
     dh = jnp.concatenate(dh, axis=-1)
-    return dh.astype(dz.dtype), z.astype(dz.dtype)
-  dh, z, _ = ops.activation_bwd_operands(
+    return dh.astype(dz.dtype), (p * product).astype(dz.dtype), dp
+  dh, z, _, dp = ops.activation_bwd_operands(
     dz,
     parts,
     activation="silu",
@@ -325,7 +324,7 @@ def _activated_gradient(dz, parts, p, scale, recipe) -> tuple[Any, Any]:
     factor=p,
     implementation=recipe.implementation,
   )
-  return dh, z
+  return dh, z, dp  # pyright: ignore[reportReturnType]
 
 
 def _flat(parts: tuple[QTensor, ...]) -> tuple[QTensor, ...]:

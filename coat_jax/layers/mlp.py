@@ -109,7 +109,7 @@ class Elementwise(Middle):
   def backward(self, saved, dout, weights, recipe, *, has_bias):
     del weights
     if saved.activated is None:
-      dh, product, sums = ops.activation_bwd_operands(
+      dh, product, sums, _ = ops.activation_bwd_operands(
         dout,
         saved.parts,
         activation=self.activation,

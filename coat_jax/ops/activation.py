@@ -6,8 +6,7 @@
 because the weight gradient of the next matmul needs it.
 
 A `factor` [..., 1] multiplies each row of the output, and thus of the input's
-gradient. A row whose factor is 0 becomes 0, even if it contains NaN. Factors
-have no gradient here.
+gradient. A row whose factor is 0 becomes 0, even if it contains NaN.
 
 We write (1 + tanh(u)) / 2 as sigmoid(2 u), because 1 + tanh(u) cancels if
 tanh(u) is near -1.
@@ -97,7 +96,7 @@ def _check(*_, activation, **__) -> None:
   check_activation(activation)
 
 
-@op(check=_check, mosaic="activation")
+@op(check=_check, mosaic="activation_input")
 def activation_input(
   x: Array,
   *,
@@ -152,14 +151,19 @@ def activation_bwd_operands(
   scale: Scales | None = None,
   factor: Array | None = None,
   has_sums: bool = False,
-) -> tuple[Operand, Operand, Array | None]:
+) -> tuple[Operand, Operand, Array | None, Array | None]:
   """Computes the input's gradient in both layouts, and the output in columns.
 
   The input is x, or gate and up concatenated. If `has_sums`, the third result
   is the gradient of a bias that was added to the input: the input's gradient
-  before rounding, summed over rows in f32.
+  before rounding, summed over rows in f32. With a `factor`, the fourth result
+  is its gradient, f32 [..., 1].
   """
   n, dx = dy.shape[-1], _gradients(dy, parts, activation, factor)
+  dfactor = None
+  if factor is not None:
+    product = dy.astype(jnp.float32) * activated(parts, activation=activation)
+    dfactor = jnp.sum(product, axis=-1, keepdims=True)
   sums = None
   if has_sums:
     rows = [join_groups(x, n).reshape(-1, n) for x in dx]
@@ -173,6 +177,7 @@ def activation_bwd_operands(
     gradient.quantize_joined(dx, n, found, "both"),
     output.quantize_joined([_times(y, factor)], n, scale, "columns"),
     sums,
+    dfactor,
   )
 
 

@@ -16,6 +16,7 @@ from coat_jax.numerics.formats import E4M3
 from coat_jax.numerics.qtensor import QTensor
 from coat_jax.ops import Groups
 from coat_jax.pallas.mosaic import activation as kernels
+from coat_jax.pallas.mosaic.activation_input import activation_input
 from tests.pallas.mosaic.test_activation import CASES
 
 pytestmark = pytest.mark.aot
@@ -68,7 +69,7 @@ def test_activation_kernels_do_not_spill(
   (m, n), count, how = shape, 1 + gated, dict(activation=activation)
   factor = jax.ShapeDtypeStruct((m, 1), F32) if has_factor else None
   assert_no_spills(
-    lambda x, factor: kernels.activation_input(
+    lambda x, factor: activation_input(
       x, gated=gated, groups=Groups(group_size), factor=factor, **how
     ),
     *(jax.ShapeDtypeStruct((m, count * n), dtype), factor),

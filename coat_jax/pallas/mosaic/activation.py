@@ -1,23 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Activation functions that read and write FP8, in Mosaic GPU.
 
-  activation_input         quantizes x in groups, and finds the scale of f(x)
   activation_fwd           computes y and quantizes it for the next matmul
   activation_bwd_operands  computes dx = dy f'(x) and quantizes it in the row
                            and the column layout; recomputes y and quantizes it
                            in the column layout
 
-A gated function computes y = f(gate) up from x [m, 2 F], which contains gate
-and then up. The gradients dgate = dy up f'(gate) and dup = dy f(gate) share one
-scale.
+A gated function computes y = f(gate) up. The gradients dgate = dy up f'(gate)
+and dup = dy f(gate) share one scale.
 
 The backward pass needs the scale of dx before it can write any code, so it
-reads its inputs twice. The first kernel only finds the largest magnitude. The
-second kernel writes the codes and, for the gradient of a bias, the sum of dx
-over the rows of each tile. XLA adds up these sums, always in the same order.
+reads its inputs twice. The first kernel finds the largest magnitude and, if
+rows have factors, each group's part of a factor's gradient. The second kernel
+writes the codes and, for the gradient of a bias, the sum of dx over the rows of
+each tile. XLA adds up these sums, always in the same order.
 """
 
-import dataclasses
 import functools
 import itertools
 
@@ -32,7 +30,6 @@ from coat_jax.numerics.qtensor import QTensor
 from coat_jax.numerics.scaling import (
   GRADIENTS,
   VALUES,
-  Groups,
   Operand,
   Scales,
   Scaling,
@@ -46,7 +43,7 @@ from coat_jax.pallas.mosaic.row_ptx import COLUMNS
 from coat_jax.pallas.mosaic.rows import Load
 
 
-def _activated(parts: list[Array], activation, layout, interpret) -> Array:
+def activated(parts: list[Array], activation, layout, interpret) -> Array:
   """Computes f(x), or f(gate) up if there are two parts."""
   x, *others = parts
   y = activation_ptx.values(x, activation, layout, interpret)
@@ -65,7 +62,7 @@ def _gradients(
   return [dy * up * slope, dy * y], y * up
 
 
-def _times(x: Array, factor: Array | None) -> Array:
+def times(x: Array, factor: Array | None) -> Array:
   """Multiplies by factors of leading axes, as `ops.activation` describes."""
   if factor is None:
     return x
@@ -80,7 +77,7 @@ def _in_list(factor: Array | None, x: QTensor) -> Array | None:
   return jnp.broadcast_to(factor, x.scale.shape).reshape(-1)
 
 
-def _load_factor(ref, place, layout) -> Array | None:
+def load_factor(ref, place, layout) -> Array | None:
   if ref is None:
     return None
   return plgpu.load(ref.at[place], layout=layout, optimized=False)
@@ -112,120 +109,6 @@ def _load_tiles(refs, place, interpret: bool) -> list[Array]:
     rows.load_quantized_tile(codes, scale, place, interpret)
     for codes, scale in itertools.batched(refs, 2)
   ]
-
-
-@dataclasses.dataclass(frozen=True)
-class _BlockLoad(Load):
-  """Loads 8 rows of 128 columns as [8, 128 / size, size]."""
-
-  @property
-  def count(self) -> int:
-    """The number of rows per load."""
-    return rows.STEP // COLUMNS
-
-  @property
-  def layout(self):
-    shape, count = (COLUMNS // self.size, self.size), self.count
-    return plgpu.Layout.TILED(
-      plgpu.Tiling(
-        ((count, *shape), (count // row_ptx.WARPS, *shape), (self.vector,))
-      ),
-      warp_dims=(-7,),
-      lane_dims=(-4, -3, -2),
-      vector_dim=-1,
-    )
-
-
-# --- Input -------------------------------------------------------------------
-
-
-def _why_not_input(x, gated, **options) -> str | None:
-  width = x.shape[-1] // (1 + gated)
-  return (
-    device.why_not_rows()
-    or supported.why_not_activation_input(x, gated=gated, **options)
-    or rows.why_not_tiles((*x.shape[:-1], width))
-  )
-
-
-@kernel(_why_not_input)
-@jax.jit(
-  static_argnames=("activation", "gated", "groups", "output", "interpret")
-)
-def activation_input(
-  x: Array,
-  *,
-  activation: Activation,
-  gated: bool,
-  groups: Groups,
-  output: Scaling = VALUES,
-  factor: Array | None = None,
-  interpret: bool = False,
-) -> tuple[Parts, Array | None]:
-  """Computes `ops.activation_input`."""
-  *leading, n = x.shape
-  count, g = 1 + gated, groups.size
-  m, f = x.size // n, n // count
-  # Mosaic supports no axis of size 1, so a group of 128 needs another layout.
-  load = Load(g) if g == COLUMNS else _BlockLoad(g)
-  height = (2 if gated else 4) * load.count  # 32 values per thread.
-  programs = pl.cdiv(m, height) * pl.cdiv(f, COLUMNS)
-  *quantized, bits = rows.run(
-    functools.partial(
-      _input_kernel,
-      load=load,
-      height=height,
-      activation=activation,
-      interpret=interpret,
-    ),
-    [x.reshape(m, n // g, g), None if factor is None else factor.reshape(m)],
-    [
-      jax.ShapeDtypeStruct((m, f // g, g), E4M3),
-      jax.ShapeDtypeStruct((m, f // g), jnp.bfloat16),
-    ]
-    * count
-    + [scales.maxima(programs)],
-    grid=(programs,),
-    interpret=interpret,
-    name="activation_input",
-  )
-  parts = tuple(
-    QTensor(codes.reshape(*leading, f), scale.reshape(*leading, f // g), g)
-    for codes, scale in itertools.batched(quantized, 2)
-  )
-  return parts, scales.output_scale(bits, output, interpret)
-
-
-def _input_kernel(
-  x_gmem, factor_gmem, *refs, load, height, activation, interpret
-):
-  *refs, bits_gmem = refs
-  outputs = list(itertools.batched(refs, 2))
-  m, n, g = outputs[0][0].shape
-  program, width = lax.axis_index("last"), COLUMNS // g
-  # Consecutive programs go along a row.
-  across = jnp.int32(pl.cdiv(n, width))
-  row = rows.part_at(lax.div(program, across), height, m)
-  group = rows.part_at(lax.rem(program, across), width, n).start
-
-  def groups(first):
-    return first if width == 1 else pl.ds(first, width)
-
-  loaded = [
-    rows.load_groups(x_gmem.at[row, groups(group + i * n)], load)
-    for i in range(len(outputs))
-  ]
-  place = row, groups(group)
-  layout = load.layout.reduce(range(1, loaded[0].ndim))
-  factor = _load_factor(factor_gmem, row, layout)
-  parts = []
-  for x, (q_gmem, scale_gmem) in zip(loaded, outputs, strict=True):
-    codes, scale = rows.quantize_groups(x, q_gmem.dtype, load, interpret)
-    rows.store(q_gmem.at[place], codes)
-    rows.store(scale_gmem.at[place], scale.astype(scale_gmem.dtype))
-    parts.append(rows.dequantize_groups(codes, scale))
-  y = _times(_activated(parts, activation, load.layout, interpret), factor)
-  scales.store_maximum(bits_gmem, program, rows.amax_bits(y, load.count))
 
 
 # --- Forward -----------------------------------------------------------------
@@ -275,9 +158,9 @@ def _fwd_kernel(factor_gmem, *refs, count, activation, interpret):
   *refs, scale_gmem, rows_gmem = refs
   groups, g = rows_gmem.shape
   part, load = rows.part("last", count, groups), Load(g)
-  factor = _load_factor(factor_gmem, part, load.layout.reduce(1))
+  factor = load_factor(factor_gmem, part, load.layout.reduce(1))
   parts = _load_groups(refs, part, load)
-  y = _times(_activated(parts, activation, load.layout, interpret), factor)
+  y = times(activated(parts, activation, load.layout, interpret), factor)
   codes = rows.quantize(y, scale_gmem[0], E4M3, load.layout, interpret)
   rows.store(rows_gmem.at[part], codes)
 
@@ -308,7 +191,7 @@ def activation_bwd_operands(
   factor: Array | None = None,
   has_sums: bool = False,
   interpret: bool = False,
-) -> tuple[Operand, Operand, Array | None]:
+) -> tuple[Operand, Operand, Array | None, Array | None]:
   """Computes `ops.activation_bwd_operands`, in two kernels."""
   assert isinstance(scale, Array)
   how = dict(activation=activation, interpret=interpret)
@@ -317,10 +200,11 @@ def activation_bwd_operands(
   inputs = [x for part in parts for x in _as_groups(part)]
   size, shape = rows.pick_size(dy.size), inputs[0].shape
   programs = pl.cdiv(dy.size, size)
-  [bits] = rows.run(
+  of_groups = jax.ShapeDtypeStruct(shape[:1], jnp.float32)
+  bits, dfactor = rows.run(
     functools.partial(_amax_kernel, count=size // shape[1], **how),
     [dy.reshape(shape), _in_list(factor, parts[0]), *inputs],
-    [scales.maxima(programs)],
+    [scales.maxima(programs), None if factor is None else of_groups],
     grid=(programs,),
     interpret=interpret,
     name="activation_bwd_amax",
@@ -352,20 +236,24 @@ def activation_bwd_operands(
   assert in_rows is not None
   if sums is not None:
     sums = jnp.sum(sums, axis=0)
+  if dfactor is not None:
+    dfactor = jnp.sum(dfactor.reshape(*leading, -1), axis=-1, keepdims=True)
   dx = Operand(in_rows.reshape(*leading, n), columns, dx_scale)
-  return dx, Operand(None, y, scale), sums
+  return dx, Operand(None, y, scale), sums, dfactor
 
 
 def _amax_kernel(dy_gmem, factor_gmem, *refs, count, activation, interpret):
-  *refs, bits_gmem = refs
+  *refs, bits_gmem, dfactor_gmem = refs
   groups, g = dy_gmem.shape
   part, load = rows.part("last", count, groups), Load(g)
   dy = rows.load_groups(dy_gmem.at[part], load)
-  factor = _load_factor(factor_gmem, part, load.layout.reduce(1))
+  factor = load_factor(factor_gmem, part, load.layout.reduce(1))
   parts = _load_groups(refs, part, load)
-  gradients, _ = _gradients(dy, parts, activation, load.layout, interpret)
+  gradients, y = _gradients(dy, parts, activation, load.layout, interpret)
+  if dfactor_gmem is not None:
+    rows.store(dfactor_gmem.at[part], jnp.sum(dy * y, axis=1))
   largest = functools.reduce(jnp.maximum, map(jnp.abs, gradients))
-  largest = _times(largest, factor)
+  largest = times(largest, factor)
   scales.store_maximum(
     bits_gmem, lax.axis_index("last"), rows.amax_bits(largest, load.count)
   )
@@ -381,12 +269,12 @@ def _bwd_kernel(
   m, n = dy_gmem.shape
   place = row, column = rows.place_of_tile((m, n), height)
   dy = rows.load_tile(dy_gmem.at[place])
-  factor = _load_factor(factor_gmem, row, row_ptx.TILE_LAYOUT.reduce(1))
+  factor = load_factor(factor_gmem, row, row_ptx.TILE_LAYOUT.reduce(1))
   parts = _load_tiles(refs, place, interpret)
   layout = row_ptx.TILE_LAYOUT
   if factor is not None:
     # Multiplying all gradients at the end would spill registers.
-    dy, factor = _times(dy, factor), rows.spread(factor, dy.shape)
+    dy, factor = times(dy, factor), rows.spread(factor, dy.shape)
     parts = [jnp.where(factor == 0, 0.0, x) for x in parts]
   gradients, y = _gradients(dy, parts, activation, layout, interpret)
   y = y if factor is None else y * factor

@@ -19,6 +19,7 @@ from coat_jax.numerics.formats import E4M3, E5M2
 from coat_jax.numerics.qtensor import QTensor, quantize_with_scale
 from coat_jax.ops import Groups
 from coat_jax.pallas.mosaic import activation as kernels
+from coat_jax.pallas.mosaic.activation_input import activation_input
 from tests import cases, oracles
 from tests.comparing import assert_close, jit
 from tests.pallas.kernels import (
@@ -57,8 +58,9 @@ def run(fn, *args, jit=jit, activation="silu", **options):
 
 def both(name, *args, **options):
   """Runs the kernel in the interpreter, and its definition."""
-  kernel = run(getattr(kernels, name), *args, interpret=True, **options)
-  return kernel, run(getattr(ops, name).definition, *args, **options)
+  op = getattr(ops, name)
+  kernel = run(op.kernel("mosaic"), *args, interpret=True, **options)
+  return kernel, run(op.definition, *args, **options)
 
 
 def inputs(shape, gated, group_size=16, dtype=BF16, least=-np.inf):
@@ -164,7 +166,7 @@ def test_kernels_refuse_small_arrays():
   x = jnp.zeros((32, 192), BF16)
   how = dict(groups=Groups(16))
   with refused(r"at least 32 x 128, got \[32, 96\]"):
-    kernels.activation_input(x, activation="silu", gated=True, **how)
+    activation_input(x, activation="silu", gated=True, **how)
   parts = (ops.quantize_groups(x[:16, :48], **how),)
   how = dict(activation="silu", scale=jnp.float32(1))
   with refused("least 1024 values, got 768"):
@@ -190,7 +192,7 @@ def test_activation_input_refuses_unsupported_arguments(
   shape, group_size, dtype, reason, gated
 ):
   kernel = functools.partial(
-    kernels.activation_input, activation="silu", groups=Groups(group_size)
+    activation_input, activation="silu", groups=Groups(group_size)
   )
   shape = (*shape[:-1], (1 + gated) * shape[-1])
   with refused(reason):
@@ -207,7 +209,7 @@ def test_kernels_refuse_gelu_by_erf(gated):
   how = dict(activation="gelu")
   parts, scale = run(ops.activation_input.definition, x, **options, **how)
   with refused("cannot lower erf"):
-    kernels.activation_input(x, **options, **how)
+    activation_input(x, **options, **how)
   with refused("cannot lower erf"):
     kernels.activation_fwd(parts, scale=scale, **how)
   with refused("cannot lower erf"):
@@ -266,10 +268,9 @@ def check_kernels(
 
   def on_both(name, *args, **options):
     options |= dict(activation=activation, factor=factor)
-    kernel = getattr(kernels, name)(*args, **options)
-    return kernel, run(
-      getattr(ops, name).definition, *args, jit=jax.jit, **options
-    )
+    op = getattr(ops, name)
+    kernel = op.kernel("mosaic")(*args, **options)
+    return kernel, run(op.definition, *args, jit=jax.jit, **options)
 
   actual, (parts, scale) = on_both("activation_input", x, **options)
   for a, e in zip(actual[0], parts, strict=True):
@@ -347,7 +348,7 @@ def check_gelu(shape, dtype):
   dy, x, options = inputs(shape, False, dtype=dtype)
   how = dict(activation="gelu_tanh")
   parts, scale = run(ops.activation_input.definition, x, **options, **how)
-  *operands, sums = kernels.activation_bwd_operands(
+  *operands, sums, _ = kernels.activation_bwd_operands(
     dy, parts, scale=scale, has_sums=True, **how
   )
   y = kernels.activation_fwd(parts, scale=scale, **how)

@@ -42,8 +42,8 @@ def test_kernels_multiply_rows_by_a_factor(shape, group_size):
   actual, (parts, scale) = both("activation_input", x, **options, **how)
   assert_same_input(actual, (parts, scale))
   gate, up = (part.dequantize() for part in parts)
-  y = np.nan_to_num(ops.activation_values(gate, activation="silu") * up)
-  y = y * np.asarray(factor)
+  activated = np.nan_to_num(ops.activation_values(gate, activation="silu") * up)
+  y = activated * np.asarray(factor)
   np.testing.assert_allclose(scale, np.max(np.abs(y)) / 448, rtol=1e-6)
   how |= dict(scale=scale)
   actual, expected = both("activation_fwd", parts, **how)
@@ -53,6 +53,14 @@ def test_kernels_multiply_rows_by_a_factor(shape, group_size):
   actual, expected = both("activation_bwd_operands", dy, parts, **how)
   assert_same_operand(actual[0], expected[0])
   assert_same_operand(actual[1], expected[1])
+  used = np.isfinite(np.asarray(dy, F32)).all(axis=1)
+  exact = np.asarray(dy, np.float64)[used] * activated[used]
+  exact = exact.sum(axis=1, keepdims=True)
+  for result in (actual, expected):
+    assert result[3].shape == factor.shape
+    np.testing.assert_allclose(
+      result[3][used], exact, rtol=0, atol=1e-5 * np.abs(exact).max()
+    )
   # The gradient of factor * f is the gradient of f for factor * dy.
   scaled = jnp.where(factor == 0, 0, dy * factor), *parts
   plain = run(
