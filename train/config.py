@@ -78,8 +78,8 @@ class TrainConfig:
       with recipes coat, fp8_block and int8; bf16 is recommended.
     activation_group_size: How many saved activations share a scale, with
       recipes coat, fp8_block and int8.
-    experts: The format of the operands of expert matmuls, with recipe coat; fp8
-      is slow without a Hopper GPU.
+    experts: The format of the operands of expert matmuls, for a mixture of
+      experts with recipe coat; fp8 is slow without a Hopper GPU.
     weight_cache: What to compute from the weights only once per step: nothing
       (none), their scales (scale), or scales and 8-bit codes (codes). Recipe
       bf16 does not accept this option.
@@ -192,10 +192,15 @@ class TrainConfig:
     self._check_steps()
 
   def check_mesh(self):
-    """Checks that the model accepts `seq`, and that the mesh fits the run."""
+    """Checks that the run's sequences, experts and mesh fit the model."""
     self.model.check_length(
       "TrainConfig: seq", self.seq, remedy="pass a smaller --seq"
     )
+    if self.experts == "fp8" and not getattr(self.model, "num_experts", None):
+      raise ValueError(
+        "TrainConfig: experts fp8 needs a mixture of experts, got a model "
+        "without experts; leave experts out"
+      )
     check_fits(self)
 
   def _check_steps(self):

@@ -117,6 +117,8 @@ class PlanConfig:
     remat: What is saved for each layer, as in train.pretrain. With --gpus,
       "any" tries all choices; otherwise it is the same as "none".
     attention: The format in which layers save q, k and v, as in train.pretrain.
+    experts: The format of the operands of expert matmuls in the COAT and lean
+      columns, as in train.pretrain.
     weight_cache: What to compute from the weights once per step, as in
       train.pretrain.
     grad_reduce: Dtype in which gradients are summed over GPUs, as in
@@ -146,6 +148,7 @@ class PlanConfig:
   params: Stored | Literal["any"] = "any"
   remat: Remat | Literal["any"] = "any"
   attention: Kept = TrainConfig.attention
+  experts: Kept = TrainConfig.experts
   weight_cache: WeightCache = TrainConfig.weight_cache
   grad_reduce: GradDtype = TrainConfig.grad_reduce
   optimizer: Literal["coat_adamw", "coat_lion"] = "coat_adamw"
@@ -179,6 +182,7 @@ class PlanConfig:
       params="float32" if self.params == "any" else self.params,
       remat="none" if self.remat == "any" else self.remat,
       attention=self.attention,
+      experts=self.experts,
       weight_cache=self.weight_cache,
       grad_reduce=self.grad_reduce,
       optim=preset.optim.with_optimizer(

@@ -13,7 +13,7 @@ from coat_jax.models.ranges import check_fields, range_of
 from tests.train import own_codec
 from train.config import ModelConfig, OptimConfig, resume_rule
 from train.optimizers import learning_rate
-from train.presets import PRESETS, demo
+from train.presets import PRESETS, demo, demo_moe
 
 _GPT2 = PRESETS["gpt2"]().model
 
@@ -184,6 +184,7 @@ def replace(config, **values):
       "'fp8' needs .* such as coat, got recipe bf16",
     ),
     (dict(remat="fp8", recipe="fp8_linear"), "pass 'fp8_layer', .* or 'full'"),
+    (dict(experts="fp8"), "experts fp8 needs a mixture .*; leave experts out"),
   ],
 )
 def test_config_rejects_values_out_of_range(values, words):
@@ -264,7 +265,7 @@ def test_codec_of_a_module_is_built_with_the_options_it_takes():
 
 def test_recipe_gets_its_options():
   config = dataclasses.replace(
-    demo(),
+    demo_moe(),
     residuals="coat",
     attention="fp8",
     activation_group_size=32,

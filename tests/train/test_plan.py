@@ -158,6 +158,16 @@ def test_each_option_changes_the_plan():
   assert in_bf16.temporary < halved.temporary
 
 
+@pytest.mark.slow
+def test_plan_counts_codes_of_experts():
+  def temporary(*options):
+    line = ["demo_moe", "--weight-cache", "codes", *options]
+    config = tyro.cli(plan.PlanConfig, args=line).run()
+    return plan_run(config)["backward"].temporary
+
+  assert temporary("--experts", "fp8") > temporary()
+
+
 @pytest.mark.parametrize("hbm, fits", [("0.2GB", "yes"), ("0.005GiB", "no")])
 def test_table_says_what_fits(capsys, hbm, fits):
   assert plan.main(["demo", "--hbm", hbm]) == 0
