@@ -5,14 +5,14 @@
   python -m benchmarks.training --mesh fsdp=4 --batch 6 --variant minimal
 
 The command trains a preset from random weights, with the training step of
-`train.pretrain` and `--batch` sequences on each GPU, or on each group of GPUs
-along the mesh axis `tensor`. The data is the source code of Python's standard
-library, as bytes. For each variant, the command prints a JSON row,
-`training.step`, with milliseconds per step, tokens per second per GPU, and
-seconds for compiling and initializing. `peak_bytes` is the peak of allocated
-memory, on the GPU where this peak is highest. `compiled_peak_bytes` is the peak
-that the compiler predicted. Each variant runs in a separate process, because
-JAX cannot reset a GPU's peak.
+`train.pretrain`. Each of `--accumulate` microbatches has `--batch` sequences on
+each GPU, or on each group of GPUs along the mesh axis `tensor`. The data is the
+source code of Python's standard library, as bytes. For each variant, the
+command prints a JSON row, `training.step`, with milliseconds per step, tokens
+per second per GPU, and seconds for compiling and initializing. `peak_bytes` is
+the peak of allocated memory, on the GPU where this peak is highest.
+`compiled_peak_bytes` is the peak that the compiler predicted. Each variant runs
+in a separate process, because JAX cannot reset a GPU's peak.
 
 Use --layers to change the number of layers, for example to find the largest
 model that fits. Use --hbm to limit the memory of each GPU, for example to find
@@ -101,6 +101,7 @@ def configuration(options: argparse.Namespace, variant: str) -> TrainConfig:
     batch=options.batch,
     seq=options.seq,
     mesh=options.mesh,
+    accumulate=options.accumulate,
     grad_reduce=options.grad_reduce,
     weight_cache=options.weight_cache,
   )
@@ -127,6 +128,7 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> dict:
     mesh=options.mesh,
     batch_per_gpu=options.batch,
     seq=options.seq,
+    accumulate=options.accumulate,
     grad_reduce=options.grad_reduce,
     weight_cache=options.weight_cache,
     hbm=options.hbm,
@@ -167,8 +169,12 @@ def main(arguments: list[str] | None = None) -> int:
   parser.add_argument("--layers", type=args.count, help="default: the preset's")
   parser.add_argument("--mesh", default="", help="see train.pretrain --help")
   parser.add_argument(
-    "--batch", type=args.count, default=2, help="sequences on each GPU"
+    "--batch",
+    type=args.count,
+    default=2,
+    help="sequences on each GPU in a microbatch",
   )
+  parser.add_argument("--accumulate", type=args.count, default=1)
   parser.add_argument("--seq", type=args.count, default=2048)
   parser.add_argument("--steps", type=args.count, default=12)
   parser.add_argument(
