@@ -26,6 +26,7 @@ import tyro
 from coat_jax.models.config import Remat
 from coat_jax.models.ranges import Count, Width, check_fields
 from coat_jax.models.vision_language import VisionLanguageConfig
+from coat_jax.numerics.scaling import BLOCK
 from coat_jax.recipes import GradDtype, Kept, WeightCache
 from train import mesh as meshes
 from train import pretrained
@@ -324,6 +325,12 @@ def _remarks(options: PlanConfig, config: TrainConfig) -> Iterator[str]:
       f"by default --batch {FinetuneConfig.batch} --seq {FinetuneConfig.seq}"
     )
   if getattr(config.model, "num_experts", None):
+    widths = config.model.d_model, config.model.d_ff
+    if config.experts == "fp8" and any(width % BLOCK for width in widths):
+      yield (
+        f"too low: the temporary memory, because XLA multiplies FP8 experts of "
+        f"widths {widths}; our kernels need multiples of {BLOCK}"
+      )
     yield (
       "not checked: mixtures of experts on meshes with data or tensor axes, "
       "and the speed of mixtures of experts (docs/plan.md)"

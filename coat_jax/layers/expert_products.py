@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 
 from coat_jax import ops
@@ -156,7 +157,11 @@ def weight_gradient(
     implementation=recipe.implementation,
   )
   dw = reduce_gradient(dw, axes, has_columns=True, is_of_experts=True)
-  return cotangent(jnp.moveaxis(dw, 0, 1) if is_scattered else dw, w)
+  if is_scattered:
+    # Otherwise XLA would transpose the stacked gradients of all layers at once.
+    dw = jnp.moveaxis(dw, 0, 1)
+    dw = with_layout_constraint(dw, Layout((0, 1, 2)))
+  return cotangent(dw, w)
 
 
 def _in_columns(x: Operand, recipe: CoatRecipe) -> Operand:
