@@ -30,8 +30,8 @@ SHAPES = {
   "down": (LAYERS, HIDDEN, WIDTH),
   "bias": (LAYERS, HIDDEN),
 }
-# One matrix is split along its rows, the other along its last axis, which the
-# codec cuts into groups. A shard of 128 * n columns holds whole groups.
+# `down` is split by rows. `up` is split along its last axis, which the codec
+# also divides into groups. A shard of 128 * n columns holds whole groups.
 SPECS = {"up": P(None, None, "fsdp"), "down": P(None, "fsdp"), "bias": P()}
 
 OPTIMIZER = optax.chain(
@@ -40,7 +40,7 @@ OPTIMIZER = optax.chain(
 
 
 def make_mesh(data: int) -> Mesh:
-  """Builds a mesh of all devices, for `data` copies of the parameters."""
+  """Builds a mesh of all devices that holds the parameters `data` times."""
   count = jax.device_count()
   if count % data:
     raise ValueError(

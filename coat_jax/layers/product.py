@@ -131,7 +131,7 @@ def multiply(
 ) -> tuple[Array, Operand | None]:
   """Returns x w + bias + add in `dtype`, and the weight's scale if it is saved.
 
-  x is in the row layout. If `split` is not None, it contains whole sequences.
+  x is in the row layout, and contains whole sequences if `split` is not None.
   The bias and `add`, the residual stream, are added in f32. With
   split="inputs", partial products are rounded to `dtype` before devices sum
   them. For `after` see `quantized_weight`.
@@ -172,9 +172,10 @@ def weight_gradient(
   *,
   has_columns: bool = True,
 ) -> Array:
-  """Computes dw [D, *F] from columns of x and g; on a mesh, the device's rows.
+  """Computes dw [D, *F] from x and g in the column layout.
 
-  For `has_columns` see `mesh.reduce_gradient`.
+  On a mesh, returns only the rows of dw that this device stores. For
+  `has_columns` see `mesh.reduce_gradient`.
   """
   dtype = w.dtype if recipe.axes is None else recipe.axes.grad_dtype
   dw = ops.linear_wgrad(x, g, dtype=dtype, implementation=recipe.implementation)

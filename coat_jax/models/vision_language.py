@@ -110,7 +110,7 @@ class Projector(nnx.Module):
     self.linear_2 = Linear(width, width, **options)
 
   def __call__(self, features: Array) -> Array:
-    """Maps [..., vision D] to [..., text D]; GELU (by erf) runs in f32."""
+    """Maps [..., vision D] to [..., text D]; the exact GELU runs in f32."""
     x = self.linear_1(features)
     return self.linear_2(
       ops.activation_values(x, activation="gelu").astype(x.dtype)
@@ -214,7 +214,7 @@ class VisionLanguageModel(nnx.Module):
     pixel_values: Array | None = None,
     segments: Array | None = None,
   ) -> Carry:
-    """Returns hidden states and routing statistics, as `Decoder.routed`."""
+    """Returns hidden states and routing statistics, like `Decoder.routed`."""
     check_tokens("VisionLanguageModel", tokens, segments)
     placed = None if pixel_values is None else self.place(tokens, pixel_values)
     return self.decoder.routed(tokens, segments, placed)

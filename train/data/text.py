@@ -166,7 +166,7 @@ def read_ids(file: Path, name: str) -> list[int]:
 
 
 def write_stop_tokens(folder: Path, documents: Documents) -> None:
-  """Adds the tokens that end turns to a folder's generation_config.json.
+  """Adds end-of-turn tokens to a folder's generation_config.json.
 
   transformers stops at the `eos_token_id` of this file, or of config.json if
   there is no such file. It ignores the tokenizer's EOS token. Nothing is
@@ -199,7 +199,7 @@ def open_text(data: DataConfig, tokenizer: str | None) -> Text:
   if data.dtype != "text":
     raise ValueError(
       "generate: expected a tokenizer, got a run that was trained on token ids "
-      f"(dtype {data.dtype}) and stores none; pass --tokenizer with the "
+      f"(dtype {data.dtype}) and has no tokenizer; pass --tokenizer with the "
       "tokenizer.json that produced the ids"
     )
   return ByteText()

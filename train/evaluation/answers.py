@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Asks a model the questions of conversations and scores the answers.
 
-Each turn of the assistant that the loss would cover is the reference answer to
+Each assistant turn that the loss would cover is the reference answer to
 one question. The prompt is everything before that turn, including the data's
 answers to earlier questions. The model decodes greedily until the answer ends.
 

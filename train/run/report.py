@@ -46,7 +46,7 @@ def held_out_means(found: list[Evaluation]) -> dict[str, float]:
 
   means = {"held_out_loss": mean([x.loss for x in found])}
   if found and found[0].accuracy is not None:
-    # An accuracy is a sum of f32 shares, so rounding can lift it above 1.
+    # An accuracy is a sum of f32 fractions, so rounding can push it above 1.
     means["held_out_accuracy"] = min(mean([x.accuracy for x in found]), 1.0)
   return means
 
@@ -67,7 +67,7 @@ def step_bytes(compiled: jax.stages.Compiled, exact: Any) -> int | None:
 
 
 def report_state(config: TrainConfig, state: TrainState) -> dict:
-  """Measures the error of encoded moments; with codec coat, counts powers."""
+  """Measures the error of encoded moments, and counts the codec's powers."""
   codec = config.optim.moment_codec()
   state = processes.gather_arrays(state._replace(params=()))
   row: dict = {"state": state_report(state.optimizer, reference=state.exact)}
@@ -77,7 +77,10 @@ def report_state(config: TrainConfig, state: TrainState) -> dict:
 
 
 def _count_powers(state: TrainState) -> dict[str, dict[int, int]]:
-  """Counts each moment's nonzero groups by 16 times their power."""
+  """Counts how many nonzero groups of each moment have a power.
+
+  The keys of the result are 16 times the powers.
+  """
   adam, _ = weights.without_low(state.optimizer)
   counts = {}
   for name in ("mu", "nu"):

@@ -15,7 +15,7 @@ class PatchEmbedding(nnx.Module):
   """Embeds the patches of images, prepends the class token, adds positions.
 
   `linear` has a kernel [C P P, D]; a patch's pixels are ordered by channel, row
-  and column. The class token, if any, has row 0 of `position_embed` [N, D].
+  and column. The class token, if any, uses row 0 of `position_embed` [N, D].
   """
 
   def __init__(self, config: VisionConfig, start: Start):

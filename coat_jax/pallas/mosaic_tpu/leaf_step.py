@@ -74,7 +74,7 @@ class _Work:
   axes: tuple[int, ...]  # For each of these axes, its index in the leaf.
   whole: tuple[int, ...]  # Shape of the whole leaf.
   num_weights: int  # Number of the parameter's arrays; 0 without a parameter.
-  # For each moment: whether its codec stores an amax, and whether a range.
+  # For each moment: whether its codec stores an amax and a range.
   present: tuple[tuple[bool, ...], ...]
 
 

@@ -66,7 +66,7 @@ def test_text_uses_the_tokenizer_of_the_data_or_the_given_one(folder, tmp_path):
     assert open_text(data, given).encode("cat") == [1]
   ids = DataConfig(path="x", dtype="uint16")
   with pytest.raises(
-    ValueError, match="dtype uint16. and stores none; pass --tokenizer"
+    ValueError, match="dtype uint16. and has no tokenizer; pass --tokenizer"
   ):
     open_text(ids, None)
   assert open_text(ids, path).encode("cat") == [1]

@@ -33,7 +33,7 @@ Span = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-  """The text that a template writes around a turn of the assistant.
+  """The text that a template writes around an assistant turn.
 
   Before its content, a turn has a header, which is not a target, and then a
   lead, which is a target. The header is the text that the turn shares with the
@@ -95,8 +95,8 @@ class TargetFinder:
       chosen = [span for i, span in both if i in chat.trained]
     if not chosen:
       raise ValueError(
-        "the template must have one {% generation %} block for each turn of "
-        f"the assistant, got {len(spans)} blocks for {len(turns)} turns; "
+        "the template must have one {% generation %} block for each "
+        f"assistant turn, got {len(spans)} blocks for {len(turns)} turns; "
         "correct the template"
       )
     return chosen
@@ -104,7 +104,7 @@ class TargetFinder:
   def _all_by_contents(
     self, text: str, chat: Conversation
   ) -> list[Span] | None:
-    """Finds all turns by contents; None if any of them is uncertain."""
+    """Finds all turns by replacing their contents; None if one is uncertain."""
     changed, others = list(chat.messages), [_other(i) for i in chat.trained]
     for i, other in zip(chat.trained, others, strict=True):
       if changed[i].keys() != {"role", "content"}:
@@ -134,14 +134,17 @@ class TargetFinder:
     return spans if place == len(text) else None
 
   def _find_turn(self, text: str, chat: Conversation, i: int) -> Span | None:
-    """Finds one turn, by contents or by beginnings; None if uncertain."""
+    """Finds a turn by replacing its content, or else by what precedes it.
+
+    Returns None if the turn's position is uncertain.
+    """
     other, start, end = _other(i), None, None
     changed = list(chat.messages)
     changed[i] = {"role": "assistant", "content": other}
     rendered = self._try(changed, chat.tools) or ""
     if rendered.count(other) == 1:
-      # Between `before` and `after`, the whole text contains what the template
-      # wrote for the turn, such as tool calls, or content without reasoning.
+      # What the whole text contains between `before` and `after` is the turn as
+      # the template wrote it, for example without its reasoning.
       before, after = rendered.split(other)
       start, end_text = self._start(before), self._end_text(chat, i)
       if start is not None and not text.startswith(before[:start]):
@@ -211,7 +214,7 @@ class TargetFinder:
         tail = after[len(ends[0]) :]
         return Shape((last, other), prompt != plain, ends, tail)
     raise ValueError(
-      "chat: cannot find where a turn of the assistant begins and ends in the "
+      "chat: cannot find where an assistant turn begins and ends in the "
       "template's text; check that the template writes each message's content, "
       "put {% generation %} around the assistant's, or use another template"
     )
