@@ -202,7 +202,8 @@ def test_bad_row_is_reported_with_its_line(
   found = load_documents([str(file)], encoder, **sizes, skip_bad=True)
   assert len(found) == 16
   assert found.counts.bad == {reason: 1} and found.counts.rows == 17
-  assert f"bad rows left out: 1 (1 {reason})" in found.counts.describe()
+  left_out = f"bad rows left out: 1 (1 {reason}, first at {file} line 17)"
+  assert left_out in found.counts.describe()
 
 
 def test_template_that_raises_is_a_bad_row(tmp_path):

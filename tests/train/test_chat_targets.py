@@ -183,7 +183,9 @@ def test_generation_blocks_decide_what_is_learned():
   assert found(source, messages) == ["b", "d"]
   assert found(source, messages, trained=[1]) == ["b"]
   nothing = source.replace("{{ m.content }}{% end", "{% end")
-  with pytest.raises(BadData, match="must have one .* block for each assistant turn"):
+  with pytest.raises(
+    BadData, match="must have one .* block for each assistant turn"
+  ):
     found(nothing, messages)
 
 

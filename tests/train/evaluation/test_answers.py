@@ -233,7 +233,8 @@ def test_bad_rows_are_skipped_if_asked(folder, tmp_path, capsys):
   assert "(on a command line --skip-bad)" in capsys.readouterr().err
   assert command(*line, "--skip-bad") == 0
   errors = capsys.readouterr().err
-  assert f"{folder}: 3 rows; bad rows left out: 2 (2 missing image)" in errors
+  left_out = f"2 (2 missing image, first at {data} line 1)"
+  assert f"{folder}: 3 rows; bad rows left out: {left_out}" in errors
   assert "1 answers in" in errors
 
 

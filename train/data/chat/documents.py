@@ -32,8 +32,9 @@ class Counts:
   """Counts rows that were read or left out, and truncated documents."""
 
   rows: int = 0
-  # Numbers of rows that `skip_bad` left out, by reason.
+  # By reason: how many rows `skip_bad` left out, and the first one's place.
   bad: dict[str, int] = dataclasses.field(default_factory=dict)
+  first_bad: dict[str, str] = dataclasses.field(default_factory=dict)
   without_target: int = 0  # Rows left out because no target token fits.
   truncated: int = 0
   # Target tokens that truncation removed, including those of rows left out.
@@ -43,7 +44,10 @@ class Counts:
   def describe(self) -> str:
     parts = [f"{self.rows} rows"]
     if self.bad:
-      kinds = ", ".join(f"{n} {x}" for x, n in sorted(self.bad.items()))
+      kinds = "; ".join(
+        f"{n} {reason}, first at {self.first_bad[reason]}"
+        for reason, n in sorted(self.bad.items())
+      )
       parts.append(f"bad rows left out: {sum(self.bad.values())} ({kinds})")
     if self.truncated or self.without_target:
       parts.append(
@@ -281,3 +285,5 @@ class _Reader:
       ) from error
     bad = self.counts.bad
     bad[error.reason] = bad.get(error.reason, 0) + 1
+    place = f"{row.file} line {row.line}"
+    self.counts.first_bad.setdefault(error.reason, place)
