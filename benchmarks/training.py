@@ -98,7 +98,7 @@ def configuration(options: argparse.Namespace, variant: str) -> TrainConfig:
   config = configure(
     options.preset,
     variant,
-    batch=options.batch,
+    batch=options.batch * options.accumulate,
     seq=options.seq,
     mesh=options.mesh,
     accumulate=options.accumulate,

@@ -53,10 +53,10 @@ def configure(
   """Builds a preset's configuration with the options of one of `VARIANTS`.
 
   Moments are f32 if the recipe is bf16 or fp8_linear, and FP8 otherwise.
-  `batch` is the number of sequences per microbatch and device, or group of
-  devices along the mesh axis `tensor`. `options` take precedence over the
-  variant's. They may include `optimizer`, `second`, and fields of `TrainConfig`
-  that no other argument sets.
+  `batch` is the number of sequences per device, or per group of devices along
+  the mesh axis `tensor`. `options` take precedence over the variant's. They may
+  include `optimizer`, `second`, and fields of `TrainConfig` that no other
+  argument sets.
   """
   config = PRESETS[preset]()
   options = VARIANTS[variant] | options
@@ -66,7 +66,6 @@ def configure(
   in_backward = options.get("optimizer_in_backward", False)
   clip = "share" if in_backward else "global"
   parts = meshes.batch_devices(meshes.parse_mesh(mesh))
-  parts *= options.get("accumulate", 1)
   return dataclasses.replace(
     config,
     batch=batch * parts,

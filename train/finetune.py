@@ -8,8 +8,8 @@ DIR is a Hugging Face folder with weights, config.json, tokenizer.json and, for
 conversations, a chat template. DIR may also be a run that started from such a
 folder. FILES contain JSON lines or JSON arrays. Their rows are messages,
 ShareGPT conversations, Alpaca instructions, or prompts with completions. The
-loss covers only what the assistant writes. If DIR is a LLaVA, rows may have
-images (`--images`), and `--trained` selects the parts to train.
+loss covers only what the assistant writes. If DIR contains a LLaVA, rows may
+have images (`--images`), and `--trained` selects the parts to train.
 
 See docs/finetune.md, and docs/vision.md for the two stages of LLaVA.
 """
@@ -29,7 +29,7 @@ Fine-tunes a Hugging Face checkpoint on conversations.
 
 
 def read(words: Sequence[str]) -> FinetuneConfig:
-  remedy = "name all files after one --data: --data a.jsonl b.jsonl"
+  remedy = "list all files after a single --data: --data a.jsonl b.jsonl"
   check_given_once("data", words, remedy)
   return read_options(FinetuneConfig, "finetune", words, _DESCRIPTION)
 

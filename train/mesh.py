@@ -138,7 +138,7 @@ def _check_experts(model: Any, expert: int) -> None:
   num_experts = getattr(model, "num_experts", None)
   if num_experts is None:
     raise ValueError(
-      "mesh: the axis expert needs a mixture of experts, got "
+      "mesh: the `expert` axis needs a mixture of experts, got "
       f"expert={expert} for a model without experts; use data or fsdp instead"
     )
   _check_divides(EXPERT, expert, "", dict(num_experts=num_experts))

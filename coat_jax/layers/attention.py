@@ -101,14 +101,14 @@ class Attention(RecipeModule):
         window for each kind of layer, and pass `kind` to each call.
       soft_cap: scores become soft_cap * tanh(scores / soft_cap); None leaves
         them unchanged.
-      query_scale: factor of q k^T; None for 1 / sqrt(H).
+      query_scale: q k^T is multiplied by it; None for 1 / sqrt(H).
       rope_theta: base of RoPE's frequencies; None for no RoPE; or a tuple with
         one entry for each kind of layer.
       rope_scaling: how frequencies change for longer sequences, such as
         `Llama3Scaling`; None for no scaling; or a tuple with one entry for each
         kind of layer.
-      rotary_dim: number of a head's first channels that RoPE rotates; None for
-        all.
+      rotary_dim: RoPE rotates the first `rotary_dim` channels of each head, or
+        all if None.
       qk_norm: RMSNorm of q and of k before RoPE: "head" normalizes each head
         separately, "all" normalizes all heads of a token together; None for no
         norm. If `recipe.nonlinear` is "fp8", RMSNorm's inputs are saved in FP8.
@@ -118,7 +118,7 @@ class Attention(RecipeModule):
         value of `use_bias`.
       use_out_bias: whether the output projection has a bias [D]; None for the
         value of `use_bias`.
-      rngs: its stream `params` provides the keys of initializers.
+      rngs: its `params` stream provides the keys for initializers.
       **options: see `BlockOptions`. The kernels are [D, (N + 2 K) H] and
         [N H, D].
 

@@ -213,7 +213,7 @@ class NormLinear(RecipeModule):
       in_features: D, width of the input.
       out_features: F, width of the output.
       use_bias: whether to add a bias [F].
-      rngs: its stream `params` provides the keys of initializers.
+      rngs: its `params` stream provides the keys for initializers.
       **options: see `NormLinearOptions`.
 
     Raises:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A mixture of experts with one custom_vjp and FP8 residuals.
 
-  router   x --norm--> y --f32 matmul, softmax--> experts and weights p
+  router   x --norm--> y --matmul, softmax in f32--> experts and weights p
   front    y --copied, sorted by expert, matmul--> gate, up    [T k, 2 F]
   middle   z = p silu(gate) up
   back     z --matmul, summed over a token's copies--> + x (`add_input`)

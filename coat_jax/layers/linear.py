@@ -195,7 +195,7 @@ class Linear(RecipeModule):
       bias_metadata: metadata of the bias.
       split: how the kernel is split over a mesh's tensor axis: "columns" if it
         is column-parallel, "inputs" if it is row-parallel, None for no split.
-      rngs: its stream `params` provides the keys of initializers.
+      rngs: its `params` stream provides the keys for initializers.
 
     Raises:
       TypeError: an argument has the wrong type.

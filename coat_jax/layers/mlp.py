@@ -190,7 +190,7 @@ class MLP(RecipeModule):
       hidden_features: F, width of the hidden layer.
       activation: f, see `Elementwise`.
       gated: whether there is a gate.
-      rngs: its stream `params` provides the keys of initializers.
+      rngs: its `params` stream provides the keys for initializers.
       **options: see `BlockOptions`. The first bias is [2, F], or [F] without a
         gate; the second is [D].
 

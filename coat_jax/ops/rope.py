@@ -68,8 +68,8 @@ class Llama3Scaling(RopeScaling):
 
   A frequency is low if its channels turn fewer than `low_freq_factor` times
   within the original length, and high if they turn more than `high_freq_factor`
-  times. Between these two numbers of turns, the divided and the kept frequency
-  are interpolated linearly.
+  times. Between these two numbers of turns, frequencies are interpolated
+  linearly between the divided and the original one.
 
   Attributes:
     factor: divisor of low frequencies.
@@ -77,8 +77,8 @@ class Llama3Scaling(RopeScaling):
     original_max_position_embeddings: the original context length.
 
   Raises:
-    ValueError: the factor is below 1, or the low number of turns is not below
-      the high one.
+    ValueError: the factor is below 1, or the lower number of turns is not below
+      the higher one.
   """
 
   factor: float
@@ -103,8 +103,8 @@ class YarnScaling(RopeScaling):
 
   Channels that turn fewer than `beta_slow` times within the original length
   have low frequencies, and those that turn more than `beta_fast` times have
-  high ones. In between, frequencies change from kept to divided, linearly in
-  the channel's index.
+  high ones. In between, they are interpolated from the original to the divided
+  frequency, linearly in the channel's index.
 
   Attributes:
     factor: divisor of low frequencies.
@@ -165,7 +165,7 @@ _RANGES = {
 
 
 def _check_fields(scaling, low: str = "", high: str = "") -> None:
-  """Raises unless fields are in their ranges, and field `low` is below `high`.
+  """Raises unless all fields are in range and field `low` is below `high`.
 
   Fields without an entry in `_RANGES` must be above 0.
   """
