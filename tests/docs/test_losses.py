@@ -119,7 +119,7 @@ def test_accuracy_page_shows_the_measured_differences_of_long_runs():
     goes += [pair[5060], pair[9200]]
     assert f"| {run[-1][1]:.4f} | {pair[9200]:+.4f} |" in page
   said = (
-    "goes from {:.3f} to {:.3f} with seed 0, from {:.3f} to {:.3f} with seed "
+    "rises from {:.3f} to {:.3f} with seed 0, from {:.3f} to {:.3f} with seed "
     "1, and from {:.3f} to {:.3f} with seed 2"
   )
   assert said.format(*goes) in page
