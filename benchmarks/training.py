@@ -33,7 +33,7 @@ from jax.sharding import Mesh
 
 from benchmarks import arguments as args
 from benchmarks.harness import emit, say
-from benchmarks.training_step import VARIANTS, configure
+from benchmarks.training_step import VARIANTS, configure, variants_of
 from train import mesh as meshes
 from train import step
 from train.config import TrainConfig
@@ -165,7 +165,9 @@ def main(arguments: list[str] | None = None) -> int:
     description="Measures speed and memory of whole training steps.",
   )
   parser.add_argument("--preset", choices=PRESETS, default="llama2_7b")
-  parser.add_argument("--variant", choices=VARIANTS, help="default: all")
+  parser.add_argument(
+    "--variant", choices=VARIANTS, help="default: all that the preset supports"
+  )
   parser.add_argument("--layers", type=args.count, help="default: the preset's")
   parser.add_argument("--mesh", default="", help="see train.pretrain --help")
   parser.add_argument(
@@ -196,7 +198,9 @@ def main(arguments: list[str] | None = None) -> int:
     run(parser, options)
     return 0
   environment = dict(os.environ)
-  variants = [options.variant] if options.variant else list(VARIANTS)
+  variants = (
+    [options.variant] if options.variant else variants_of(options.preset)
+  )
   with args.checked(parser):
     for variant in variants:
       configuration(options, variant)

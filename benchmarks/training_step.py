@@ -41,6 +41,12 @@ VARIANTS = {
 }
 
 
+def variants_of(preset: str) -> list[str]:
+  """Lists the variants that a preset supports; FP8 experts need a mixture."""
+  has_experts = PRESETS[preset]().model.num_experts is not None
+  return [name for name in VARIANTS if has_experts or "experts" not in name]
+
+
 def configure(
   preset: str,
   variant: str,

@@ -6,7 +6,7 @@ import subprocess
 import jax
 import pytest
 
-from benchmarks import aot, layer, ops, optimizer, training
+from benchmarks import aot, layer, ops, optimizer, training, training_step
 from benchmarks.arguments import command
 
 
@@ -136,3 +136,10 @@ def test_other_errors_of_a_benchmark_are_raised():
 
   with pytest.raises(jax.errors.JaxRuntimeError, match="illegal address"):
     main([])
+
+
+def test_variants_with_fp8_experts_are_for_mixtures():
+  name = "minimal_experts"
+  assert name in training_step.variants_of("qwen3_30b_a3b")
+  assert name not in training_step.variants_of("demo")
+  assert "minimal" in training_step.variants_of("demo")
