@@ -166,7 +166,7 @@ def main(arguments: list[str] | None = None) -> int:
   )
   parser.add_argument("--preset", choices=PRESETS, default="llama2_7b")
   parser.add_argument(
-    "--variant", choices=VARIANTS, help="default: all that the preset supports"
+    "--variant", choices=VARIANTS, help="default: all that the options allow"
   )
   parser.add_argument("--layers", type=args.count, help="default: the preset's")
   parser.add_argument("--mesh", default="", help="see train.pretrain --help")
@@ -176,7 +176,9 @@ def main(arguments: list[str] | None = None) -> int:
     default=2,
     help="sequences on each GPU in a microbatch",
   )
-  parser.add_argument("--accumulate", type=args.count, default=1)
+  parser.add_argument(
+    "--accumulate", type=args.count, default=1, help="microbatches per step"
+  )
   parser.add_argument("--seq", type=args.count, default=2048)
   parser.add_argument("--steps", type=args.count, default=12)
   parser.add_argument(
@@ -199,7 +201,9 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
   environment = dict(os.environ)
   variants = (
-    [options.variant] if options.variant else variants_of(options.preset)
+    [options.variant]
+    if options.variant
+    else variants_of(options.preset, accumulate=options.accumulate)
   )
   with args.checked(parser):
     for variant in variants:

@@ -41,10 +41,14 @@ VARIANTS = {
 }
 
 
-def variants_of(preset: str) -> list[str]:
-  """Lists the variants that a preset supports; FP8 experts need a mixture."""
-  has_experts = PRESETS[preset]().model.num_experts is not None
-  return [name for name in VARIANTS if has_experts or "experts" not in name]
+def variants_of(preset: str, *, accumulate: int = 1) -> list[str]:
+  """Lists the variants that a preset and several microbatches support."""
+  unsupported = set()
+  if PRESETS[preset]().model.num_experts is None:
+    unsupported.add("experts")
+  if accumulate > 1:
+    unsupported.add("optimizer_in_backward")
+  return [name for name, x in VARIANTS.items() if not unsupported & x.keys()]
 
 
 def configure(

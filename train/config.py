@@ -196,11 +196,7 @@ class TrainConfig:
     self.model.check_length(
       "TrainConfig: seq", self.seq, remedy="pass a smaller --seq"
     )
-    if self.experts == "fp8" and not getattr(self.model, "num_experts", None):
-      raise ValueError(
-        "TrainConfig: experts fp8 needs a mixture of experts, got a model "
-        "without experts; leave experts out"
-      )
+    check_experts(self)
     check_fits(self)
 
   def _check_steps(self):
@@ -269,6 +265,15 @@ class TrainConfig:
       out=out,
       convert_state=False,
       report_state=False,
+    )
+
+
+def check_experts(config: TrainConfig) -> None:
+  """Checks that a run with FP8 experts has experts."""
+  if config.experts == "fp8" and not getattr(config.model, "num_experts", None):
+    raise ValueError(
+      "TrainConfig: experts fp8 needs a mixture of experts, got a model "
+      "without experts; leave experts out"
     )
 
 

@@ -325,7 +325,8 @@ def _remarks(options: PlanConfig, config: TrainConfig) -> Iterator[str]:
       f"by default --batch {FinetuneConfig.batch} --seq {FinetuneConfig.seq}"
     )
   if getattr(config.model, "num_experts", None):
-    widths = config.model.d_model, config.model.d_ff
+    tensor = config.mesh_sizes.get("tensor", 1)
+    widths = config.model.d_model, config.model.d_ff // tensor
     if config.experts == "fp8" and any(width % BLOCK for width in widths):
       yield (
         f"too low: the temporary memory, because XLA multiplies FP8 experts of "

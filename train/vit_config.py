@@ -8,7 +8,7 @@ from tyro.conf import Fixed, OmitArgPrefixes, Suppress
 
 from coat_jax.models import VisionConfig
 from coat_jax.models.ranges import Count, Range, check_fields
-from train.config import TrainConfig
+from train.config import TrainConfig, check_experts
 from train.mesh import check_fits
 from train.optim_config import OptimConfig
 from train.options import Share, fixed, shown, silent
@@ -64,6 +64,7 @@ class VitConfig(TrainConfig):
     super().__post_init__()
 
   def check_mesh(self):
+    check_experts(self)
     check_fits(self)
 
 

@@ -103,7 +103,8 @@ def load_balancing_loss(stats: RoutingStats) -> Array:
 
 def choose_experts(y: Array, w: Array, experts_per_token: int) -> Array:
   """Returns the k most probable experts of y [..., D], int32 [..., k]."""
-  return lax.top_k(_logits(y, w), experts_per_token)[1]
+  scores = _logits(*lax.stop_gradient((y, w)))
+  return lax.top_k(scores, experts_per_token)[1]
 
 
 def expert_weights(
@@ -122,9 +123,8 @@ def expert_weights(
   return chosen, total / _num_tokens(experts)
 
 
-@jax.custom_vjp
-def _logits(y: Array, w: Array) -> Array:
-  """Computes y w in full f32; gradients use the device's default precision.
+def _scores(y: Array, w: Array) -> Array:
+  """Computes y w in full f32.
 
   A GPU's default (TF32, a mantissa of 10 bits) would route tokens differently.
   """
@@ -152,19 +152,21 @@ def _in_bf16(x: Array) -> list[Array]:
   return parts
 
 
-def _logits_fwd(y, w):
+def _scores_fwd(y, w):
   y = save_residual("linear", y)
-  return _logits(y, w), (y, w)
+  return _scores(y, w), (y, w)
 
 
-def _logits_bwd(saved, g):
+def _scores_bwd(saved, g):
+  """Multiplies with the device's default precision."""
   y, w = saved
   _, backward = jax.vjp(jnp.matmul, y.astype(jnp.float32), w.astype(g.dtype))
   dy, dw = backward(g)
   return dy.astype(y.dtype), dw.astype(w.dtype)
 
 
-_logits.defvjp(_logits_fwd, _logits_bwd)
+_logits = jax.custom_vjp(_scores)
+_logits.defvjp(_scores_fwd, _scores_bwd)
 
 
 def sort_rows(experts: Array, num_experts: int, axes: MeshAxes | None) -> Rows:

@@ -77,8 +77,8 @@ class Llama3Scaling(RopeScaling):
     original_max_position_embeddings: the original context length.
 
   Raises:
-    ValueError: the factor is below 1, or the lower number of turns is not below
-      the higher one.
+    ValueError: the factor is below 1, or `low_freq_factor` is not below
+      `high_freq_factor`.
   """
 
   factor: float

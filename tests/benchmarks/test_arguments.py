@@ -138,8 +138,14 @@ def test_other_errors_of_a_benchmark_are_raised():
     main([])
 
 
-def test_variants_with_fp8_experts_are_for_mixtures():
-  name = "minimal_experts"
-  assert name in training_step.variants_of("qwen3_30b_a3b")
-  assert name not in training_step.variants_of("demo")
-  assert "minimal" in training_step.variants_of("demo")
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("preset", ["demo", "demo_moe"])
+def test_default_variants_are_those_that_the_options_allow(preset, accumulate):
+  listed = training_step.variants_of(preset, accumulate=accumulate)
+  for variant in training_step.VARIANTS:
+    options = dict(batch=4, seq=64, accumulate=accumulate)
+    if variant in listed:
+      training_step.configure(preset, variant, **options)
+    else:
+      with pytest.raises(ValueError, match="experts fp8|optimizer_in_backward"):
+        training_step.configure(preset, variant, **options)

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from coat_jax import recipes
-from coat_jax.layers import MLP, RESIDUAL_NAMES, Attention, Linear
+from coat_jax.layers import MLP, RESIDUAL_NAMES, Attention, Linear, MoE
 from coat_jax.numerics.formats import E4M3
 from coat_jax.ops import attention
 from tests.comparing import assert_close, assert_same_bits, jit
@@ -311,3 +311,17 @@ def test_second_derivatives_with_recipe_bf16_match_plain_jnp():
   plain = lambda x: x @ linear.kernel[...]  # noqa: E731
   for second in (lambda m: jax.grad(penalty(m)), product):
     assert_close(second(linear)(x), second(plain)(x), 1e-5)
+
+
+def test_mixture_in_bf16_has_second_derivatives():
+  options = dict(dtype=jnp.float32, recipe=recipes.bf16(), rngs=nnx.Rngs(0))
+  mixture = MoE(D, F, num_experts=4, experts_per_token=2, **options)
+  x = inputs(B, dtype=jnp.float32)[:, None]
+  value = lambda x: jnp.sum(jnp.sin(mixture(x)[0]))  # noqa: E731
+  direction = jnp.ones_like(x)
+  _, found = jax.jvp(jax.grad(value), (x,), (direction,))
+  step = 1e-2
+  ahead, behind = (
+    jax.grad(value)(x + sign * step * direction) for sign in (1, -1)
+  )
+  assert_close(found, (ahead - behind) / (2 * step), 1e-2)

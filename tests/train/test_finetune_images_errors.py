@@ -72,6 +72,7 @@ def test_bad_images_are_named_and_nothing_is_written(folder, tmp_path, capsys):
   load_rows(*bad.values(), *good, *good, skip_bad=True)
   said = capsys.readouterr().err
   assert "10 rows; bad rows left out: 6 (1 large image, first at " in said
+  assert "; 1 missing image, first at " in said
   # Without --images, names are relative to the file of rows.
   words = "line 1: the image .* does not exist; pass --images"
   with pytest.raises(ValueError, match=words) as raised:

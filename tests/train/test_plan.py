@@ -158,6 +158,23 @@ def test_each_option_changes_the_plan():
   assert in_bf16.temporary < halved.temporary
 
 
+@pytest.mark.parametrize(
+  "preset, mesh, is_said",
+  [
+    ("demo_moe", "", True),
+    ("qwen3_30b_a3b", "", False),
+    ("qwen3_30b_a3b", "tensor=4", True),  # 768 / 4 = 192
+  ],
+)
+def test_plan_of_fp8_experts_without_a_kernel_says_it_is_too_low(
+  preset, mesh, is_said
+):
+  line = [preset, "--experts", "fp8", "--mesh", mesh]
+  options = tyro.cli(plan.PlanConfig, args=line)
+  said = "\n".join(plan._remarks(options, options.run()))
+  assert ("too low: the temporary memory" in said) == is_said
+
+
 @pytest.mark.slow
 def test_plan_counts_codes_of_experts():
   def temporary(*options):

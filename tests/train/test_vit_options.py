@@ -8,6 +8,7 @@ import pytest
 
 from tests.train.steps import Trained
 from tests.train.test_vit import config_of
+from train.vit_config import vit_digits
 
 
 def _few_steps(**options):
@@ -78,3 +79,8 @@ def test_losses_on_a_mesh_equal_those_on_one_device(tmp_path):
   ).run()
   assert one.losses[-1] < one.losses[0] - 0.1
   np.testing.assert_allclose(several.losses, one.losses, rtol=1e-5)
+
+
+def test_fp8_experts_are_refused():
+  with pytest.raises(ValueError, match="experts fp8 needs a mixture"):
+    dataclasses.replace(vit_digits(), recipe="coat", experts="fp8")
