@@ -329,7 +329,7 @@ def _remarks(options: PlanConfig, config: TrainConfig) -> Iterator[str]:
     widths = config.model.d_model, config.model.d_ff // tensor
     if config.experts == "fp8" and any(width % BLOCK for width in widths):
       yield (
-        f"too low: the temporary memory, because XLA multiplies FP8 experts of "
+        "too low: the temporary memory, because XLA multiplies FP8 experts of "
         f"widths {widths}; our kernels need multiples of {BLOCK}"
       )
     yield (

@@ -159,9 +159,7 @@ def _of_device(y, w, *, static, recipe):
   """Runs the mixture on a device's tokens."""
   axes, num_experts = recipe.axes, w.router.shape[-1]
   with residual_scope("linear"):
-    experts = choose_experts(
-      jax.lax.stop_gradient(y), w.router, static.experts_per_token
-    )
+    experts = choose_experts(y, w.router, static.experts_per_token)
     p, probability = expert_weights(
       y, w.router, experts, normalize=static.normalize
     )

@@ -103,8 +103,8 @@ def load_balancing_loss(stats: RoutingStats) -> Array:
 
 def choose_experts(y: Array, w: Array, experts_per_token: int) -> Array:
   """Returns the k most probable experts of y [..., D], int32 [..., k]."""
-  scores = _logits(*lax.stop_gradient((y, w)))
-  return lax.top_k(scores, experts_per_token)[1]
+  logits = _logits(*lax.stop_gradient((y, w)))
+  return lax.top_k(logits, experts_per_token)[1]
 
 
 def expert_weights(
@@ -123,7 +123,7 @@ def expert_weights(
   return chosen, total / _num_tokens(experts)
 
 
-def _scores(y: Array, w: Array) -> Array:
+def _compute_logits(y: Array, w: Array) -> Array:
   """Computes y w in full f32.
 
   A GPU's default (TF32, a mantissa of 10 bits) would route tokens differently.
@@ -133,7 +133,7 @@ def _scores(y: Array, w: Array) -> Array:
     return jnp.matmul(y, w, precision="highest")
   # Three BF16 arrays add up exactly to an f32 array, and products of BF16
   # values are exact in f32. So tensor cores can compute this: on an H200, the
-  # largest error is 3e-6 of the largest score, and 1e-6 with a matmul in f32.
+  # largest error is 3e-6 of the largest logit, and 1e-6 with a matmul in f32.
   parts = [w] if w.dtype == jnp.bfloat16 else _in_bf16(w.astype(jnp.float32))
   return sum(  # pyright: ignore[reportReturnType]
     jnp.matmul(y, part, preferred_element_type=jnp.float32)
@@ -152,12 +152,13 @@ def _in_bf16(x: Array) -> list[Array]:
   return parts
 
 
-def _scores_fwd(y, w):
+def _logits_fwd(y, w):
   y = save_residual("linear", y)
-  return _scores(y, w), (y, w)
+  # Calling `_logits` here would prevent forward-mode derivatives of gradients.
+  return _compute_logits(y, w), (y, w)
 
 
-def _scores_bwd(saved, g):
+def _logits_bwd(saved, g):
   """Multiplies with the device's default precision."""
   y, w = saved
   _, backward = jax.vjp(jnp.matmul, y.astype(jnp.float32), w.astype(g.dtype))
@@ -165,8 +166,8 @@ def _scores_bwd(saved, g):
   return dy.astype(y.dtype), dw.astype(w.dtype)
 
 
-_logits = jax.custom_vjp(_scores)
-_logits.defvjp(_scores_fwd, _scores_bwd)
+_logits = jax.custom_vjp(_compute_logits)
+_logits.defvjp(_logits_fwd, _logits_bwd)
 
 
 def sort_rows(experts: Array, num_experts: int, axes: MeshAxes | None) -> Rows:

@@ -15,8 +15,8 @@ from coat_jax.pallas.mosaic import emit
 # hold 16 consecutive tokens.
 _LAYOUT = plgpu.Layout.WGMMA_8BIT
 _SCALAR = plgpu.Layout.WG_SPLAT
-# Keeps the bytes of $1 whose bit number is in [$2 + $4, $3 + $4). A shift by
-# more than 31 bits results in 0.
+# Keeps the bits of $1 whose number is in [$2 + $4, $3 + $4), and clears the
+# others. A shift by more than 31 bits results in 0.
 _KEEP = """{
   .reg .b32 first, last;
   add.s32 first, $2, $4;
