@@ -2,8 +2,9 @@
 """Compiles for NVIDIA GPUs on a machine without a GPU (ahead of time).
 
 XLA's compiler for CUDA comes in two wheels, jax-cuda13-plugin and
-jax-cuda13-pjrt, which `make test-aot` installs. They compile without CUDA's
-libraries and driver. Each file in `gpus/` describes one GPU to the compiler.
+jax-cuda13-pjrt, which `make test-aot` installs. The compiler needs neither
+CUDA's libraries nor its driver. Each file in `gpus/` describes one GPU to the
+compiler.
 
 The compiled programs show which kernels and FP8 matmuls a step runs, and how
 much memory it needs. On a real GPU, only the algorithms that XLA's autotuning
@@ -56,7 +57,7 @@ def available() -> bool:
 
 def only_compile() -> None:
   """Restricts JAX to the CPU in this process; call this before using JAX."""
-  # Otherwise the plugin looks for libraries that only running a program needs.
+  # Otherwise the plugin looks for libraries that are needed only to run code.
   os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
   jax.config.update("jax_platforms", "cpu")
 

@@ -36,9 +36,9 @@ from coat_jax.ops.linear import in_columns, in_rows
 from coat_jax.pallas.mosaic import block_product
 from train.presets import PRESETS
 
-# For each matmul: its two operands among x [t, d], w [d, f] and g [t, f]; the
-# FP8 layout of each operand; the contracted axis of each BF16 operand; and the
-# result's dtype.
+# For each matmul: its two operands, out of x [tokens, d], w [d, f] and the
+# output's gradient g [tokens, f]; the FP8 layout of each operand; the
+# contracted axis of each BF16 operand; and the result's dtype.
 PRODUCTS = {
   "linear_fwd": ("xw", (in_rows, in_columns), (1, 0), jnp.bfloat16),
   "linear_dgrad": ("gw", (in_rows, in_rows), (1, 1), jnp.bfloat16),

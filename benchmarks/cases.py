@@ -49,7 +49,7 @@ class Sizes:
 
   @property
   def heads(self) -> tuple[int, int, int, int]:
-    """The shape [B, T, N, H] of q."""
+    """The shape of q: [batch, seq, heads, head_dim]."""
     head_dim = self.d_model // self.num_heads
     return self.batch, self.seq, self.num_heads, head_dim
 
@@ -60,7 +60,7 @@ class Sizes:
 
   @property
   def weights(self) -> dict[str, tuple[int, int]]:
-    """The shape [D, F] of each linear layer."""
+    """The shape [inputs, outputs] of each linear layer's weight."""
     d, f = self.d_model, self.d_ff
     return dict(qkv=(d, 3 * d), out=(d, d), gate_up=(d, 2 * f), down=(f, d))
 
@@ -100,9 +100,9 @@ UNEVEN = Sizes(
   quantized=(48, 672),
   group_sizes=(32,),
 )
-# No kernel supports cases with these sizes. Three kernels support the sizes,
-# but not the dtypes: `grouped_wgrad` does not support f32, and `quantize_rows`
-# and `quantize_experts` do not support E5M2, which their cases use.
+# No kernel supports the cases with these sizes. In three cases, the reason is
+# the dtype: the kernel of `grouped_wgrad` does not support f32, and those of
+# `quantize_rows` and `quantize_experts` do not support E5M2.
 ODD = Sizes(
   batch=1,
   seq=3,
@@ -121,13 +121,13 @@ class Case:
   """An operation to measure at one shape.
 
   Attributes:
-    op, shape: The operation's name and its labels. Together they become `case`
-      in the benchmark's output row.
+    op, shape: The operation's name, and labels such as the array sizes. They
+      become `case` in the benchmark's output row.
     run: `run(implementation, *arrays())` calls the operation.
     num_bytes: The fewest bytes that the operation must read and write; used
       only if `flops` is 0.
     flops: Number of floating-point operations in matmuls; 0 if there are none.
-    ceiling: The rate of the device to compare with: "copy", "fp8" or "bf16".
+    ceiling: The device's best rate to compare with: "copy", "fp8" or "bf16".
   """
 
   op: str

@@ -2,9 +2,10 @@
 """Lists the memory-bound cases of `benchmarks.ops`, except those of MoE layers.
 
 `num_bytes` counts the bytes of the matrices that an operation must read and
-write, but not the bytes of vectors. Inputs count twice if an operation must
-find the result's largest magnitude before it can write the result, as in
-`quantize_tensor` without a scale and in `activation_bwd_operands`.
+write, but not the bytes of vectors. Some operations must find their result's
+largest magnitude before they can write the result: `quantize_tensor` without a
+scale, and `activation_bwd_operands`. They read their inputs twice, so these
+bytes count twice.
 """
 
 import functools
@@ -24,7 +25,7 @@ _LAYOUTS = {"rows": 1, "columns": 1, "both": 2}
 
 
 def elementwise_cases(sizes: Sizes) -> Iterator[OpCase]:
-  """Lists the cases of operations without matmuls, except for MoE layers."""
+  """Lists the cases without matmuls, except those of MoE layers."""
   yield from _quantize(sizes)
   yield from _blocks(sizes)
   yield from _codes(sizes)
@@ -51,9 +52,8 @@ def _quantize(sizes):
   yield of_op(
     ops.tensor_scale, shape, x, lambda op, x: op(x), num_bytes=read * size
   )
-  # Tests need cases with the sizes `ODD` that no kernel supports. The kernel of
-  # `quantize_rows` supports all widths, so these cases use E5M2, which it does
-  # not support.
+  # With the sizes `ODD`, tests need a case that no kernel supports. The kernel
+  # of `quantize_rows` supports all widths, but not E5M2. So use E5M2 there.
   dtype = E5M2 if sizes.quantized[1] % 16 else E4M3
   yield of_op(
     ops.quantize_rows,
@@ -80,7 +80,7 @@ def _quantize(sizes):
 
 
 def _blocks(sizes):
-  """Lists cases with one scale per block of 128 values or per tile."""
+  """Lists cases with a scale per block of 128 values or 128 x 128 tile."""
   shape = dict(zip(("rows", "columns"), sizes.quantized, strict=True))
   size, read = math.prod(sizes.quantized), sizes.value_bytes
   x = lambda: (sizes.normal(*sizes.quantized),)  # noqa: E731

@@ -8,14 +8,16 @@
     [--tiles two three] [--repeats 5]
 
 The command prints a JSON row, `grouped_products`, for each combination of
-model, weight matrix, routing, matmul and implementation, which is one of:
+model, weight matrix, routing, matmul and implementation. Implementations:
 
   bf16              BF16, computed by XLA's `ragged_dot`
-  mosaic, TILE      FP8, computed by the Mosaic kernel with one of the tiles in
-                    `coat_jax.pallas.mosaic.grouped_product.TILES`; wgrad
-                    supports only "two"
-  mosaic_bf16, TILE BF16, computed by the same kernel
+  mosaic            FP8, computed by the Mosaic kernel
+  mosaic_bf16       BF16, computed by the same kernel
   xla               FP8 in plain JAX, only without a GPU
+
+Rows of fwd and dgrad contain the tile of a kernel, one of
+`coat_jax.pallas.mosaic.grouped_product.TILES`. The kernels have rows for wgrad
+with gradients in f32 and in BF16 (`dtype`); XLA's are in f32.
 
 A row contains milliseconds and TFLOP/s. For FP8, it also contains `error`, the
 RMS difference from plain JAX's f32 result, relative to the RMS of that result.
@@ -61,7 +63,8 @@ MODELS = {
   "mixtral_8x7b": Shape(4096, 14336, 8, 2),
   "demo_moe": Shape(128, 192, 8, 2),
 }
-# The two operands of each matmul, among x [m, d], w [e, d, f] and g [m, f].
+# The two operands of each matmul: two of x [rows, d], w [experts, d, f] and the
+# output's gradient g [rows, f].
 PRODUCTS = {"fwd": "xw", "dgrad": "gw", "wgrad": "xg"}
 MATRICES = "gate_up", "down"
 ROUTINGS = "uniform", "skewed"
@@ -69,10 +72,10 @@ IMPLEMENTATIONS = "bf16", "mosaic_bf16", "mosaic", "xla"
 
 
 def sizes_of(routing: str, rows: int, experts: int) -> np.ndarray:
-  """Samples the number of rows of each expert, with a fixed seed.
+  """Samples each expert's number of rows, with a fixed seed.
 
-  With "skewed" routing, experts are ranked at random. The expected number of
-  rows of rank r is proportional to 1 / r, but the last rank gets no rows.
+  With "skewed" routing, experts are ranked at random. A row goes to the expert
+  of rank r with a probability proportional to 1 / r, but never to the last one.
   """
   share = np.ones(experts)
   if routing == "skewed":
@@ -115,15 +118,19 @@ def kernels(
     fn = functools.partial(op, dtype=dtype)
     yield dict(implementation=implementation), fn, (source[a], source[b], sizes)
   of_weights = name == "wgrad"
-  product = grouped_product.rows_product
   if of_weights:
     product = grouped_product.weights_product
-  for tile in tiles:
-    if of_weights and tile != "two":
-      continue
-    run = functools.partial(
-      product, dtype=dtype, how=grouped_product.How(TILES[tile])
-    )
+    settings = [
+      (dict(dtype=each), dict(dtype=each)) for each in ("float32", "bfloat16")
+    ]
+  else:
+    product = functools.partial(grouped_product.rows_product, dtype=dtype)
+    settings = [
+      (dict(tile=tile), dict(how=grouped_product.How(TILES[tile])))
+      for tile in tiles
+    ]
+  for labels, options in settings:
+    run = functools.partial(product, **options)
 
     def of_codes(a, b, sizes, run=run):
       scale = jnp.broadcast_to(a.scale * b.scale, sizes.shape)
@@ -137,7 +144,7 @@ def kernels(
       ("mosaic", of_codes, codes),
       ("mosaic_bf16", of_values, plain),
     ):
-      what = dict(implementation=implementation, tile=tile)
+      what = dict(implementation=implementation, **labels)
       yield what, fn, (source[a], source[b], sizes)
 
 

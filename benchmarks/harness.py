@@ -8,7 +8,8 @@ device. Progress is printed to standard error.
 `measure` times groups of calls. A GPU runs one call while Python dispatches the
 next call, so a group is timed from the dispatch of its first call to the end of
 its last call. Dispatching a short call may take longer than running it. So if
-calls on a GPU take less than half a millisecond, the profiler times kernels.
+calls on a GPU take less than half a millisecond, the profiler times their
+kernels instead.
 Consecutive calls get different copies of small arguments, which would otherwise
 stay in the L2 cache.
 """
@@ -32,7 +33,7 @@ import numpy as np
 from coat_jax.numerics.formats import E4M3
 
 # The copies of arguments and results together have at least this size, unless
-# more than `_MOST_CALLS` copies are needed. An H200 has an L2 cache of 50 MiB.
+# that would take more than `_MOST_CALLS` copies. An H200's L2 cache has 50 MiB.
 _CACHE_BYTES = 2 * 60 * 2**20
 # A group takes this long, but has at most `_MOST_CALLS` calls. In a long group,
 # the GPU's clock settles, and the first dispatch and final wait are negligible.
@@ -76,8 +77,8 @@ def measure(
   """Compiles `fn`, warms up with a few calls, and times `repeats` groups.
 
   `donate` lists the positions of arguments that a call may overwrite. `fn` must
-  return a tuple that starts with the new values of these arguments, which the
-  next call gets.
+  return a tuple that starts with the new values of these arguments, which are
+  passed to a later call.
   """
   calls = _Calls(fn, args, donate)
   _group(calls, _WARM_UP_CALLS)
@@ -94,7 +95,7 @@ def measure(
 def copy_bandwidth(num_bytes: int = 2**30, *, repeats: int = 20) -> float:
   """Measures the bandwidth, in GB/s, of reading and writing a large array."""
   x = jax.random.normal(jax.random.key(0), num_bytes // 4)
-  # Negate the array, because a GPU would copy it with a separate engine.
+  # Negate the array, because a GPU has a separate engine for plain copies.
   return measure(jnp.negative, x, repeats=repeats).gbps(2 * x.nbytes)
 
 
@@ -167,8 +168,8 @@ class _Calls:
     if donate:
       self._check(results, args)
     # Keep each result until the same copy of the arguments is used again.
-    # Otherwise, the next call could reuse the result's memory while it is in
-    # the cache.
+    # Otherwise, the next call could write to the result's memory, which is
+    # still in the cache.
     size = _num_bytes(args) + _num_bytes(results)
     turns = min(math.ceil(_CACHE_BYTES / max(size, 1)), _MOST_CALLS)
     copies = [jax.tree.map(jnp.copy, args) for _ in range(turns - 1)]
@@ -259,9 +260,9 @@ def error_of(actual, expected) -> float:
 def measured_rows(
   bench: str, case: dict, candidates, reference, exact, *, flops: int, options
 ) -> Iterator[dict]:
-  """Measures a matmul, in each chosen implementation that runs on this device.
+  """Measures each chosen implementation of a matmul that runs on this device.
 
-  Prints and yields a row for each. `candidates` yields the labels of a row, the
+  Prints and yields a row for each. `candidates` yields a row's labels, the
   function to time, and its arguments. If `exact` is given and the function's
   first argument is `reference`, the row contains the error of the result
   relative to `exact`.

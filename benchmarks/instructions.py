@@ -21,9 +21,10 @@ rounding and format of weights:
   programs      number of programs (thread blocks) that fit on a multiprocessor
                 with this number of registers per thread
   clocks        number of clocks that each pipe needs to process one value per
-                thread of a warp; `issue` is the number of clocks to issue the
-                instructions. These numbers follow from the throughputs of
-                compute capability 9.0 in NVIDIA's CUDA C++ Programming Guide.
+                thread of a warp; `issue` is the number of clocks needed to
+                issue the instructions. These numbers follow from the
+                throughputs that NVIDIA's CUDA C++ Programming Guide lists for
+                compute capability 9.0.
                 The largest number is a lower bound for the time.
 """
 

@@ -12,7 +12,7 @@ the size of the residual stream in BF16.
 
 layer.time: milliseconds and TFLOP/s. Each variant has two rows: one for the
 forward pass (`mode` forward), and one for forward and backward (`mode` full),
-which returns the output and the gradients of weights and input. FLOPs include
+including the gradients of both the weights and the input. FLOPs include
 matmuls and attention (causal in a decoder), but not the second forward pass of
 a checkpoint. `temporary_bytes` is the memory that the compiled program needs in
 addition to its arguments and results. `remembered_units`, only in mode full and
@@ -153,7 +153,7 @@ def layer_flops(config: Config, batch: int, seq: int) -> dict[str, float]:
     of_mlp = 2 + config.choices.is_gated
     of_mlp *= config.experts_per_token or 1
     # `seen` is the mean number of keys that a query sees. Attention is causal,
-    # so `seen` is half of the sequence, or less with a window.
+    # so `seen` is half of the sequence length, or less with a window.
     window = min(config.window or seq, seq)
     seen = window * (1 - window / (2 * seq))
   weights = d * h * (2 * heads + 2 * kv_heads) + of_mlp * d * config.d_ff
@@ -167,7 +167,7 @@ def layer_flops(config: Config, batch: int, seq: int) -> dict[str, float]:
 
 
 def kinds_of(config: Config) -> dict[str | None, Config]:
-  """Maps each kind of layer to its configuration; a single kind is None."""
+  """Maps kinds of layers to configurations; a single kind has the key None."""
   if isinstance(config, VisionConfig) or config.full_every is None:
     return {None: config}
   window = dataclasses.replace(config, full_every=None)
@@ -241,7 +241,7 @@ def make_arrays(layer: Layer, config: Config, shape, dtype):
 
 
 def make_specs(layer: Layer, shape, dtype, layers: int | None = None):
-  """Returns the shapes of `make_arrays`, with parameters stacked for layers."""
+  """Returns `make_arrays`'s shapes; with `layers`, parameters are stacked."""
   stack = () if layers is None else (layers,)
   params = jax.tree.map(
     lambda p: jax.ShapeDtypeStruct((*stack, *p.shape), dtype), layer.params
@@ -251,7 +251,7 @@ def make_specs(layer: Layer, shape, dtype, layers: int | None = None):
 
 
 def temporary_bytes(fn: Callable, specs, *, target: str | None) -> int:
-  """Returns the temporary bytes of `fn` on a target; None is this machine."""
+  """Returns `fn`'s temporary bytes on `target`; None means this machine."""
   if target is None:
     return aot.temporary_bytes(jax.jit(fn).lower(*specs).compile())
   return aot.temporary_bytes(targets.compile_for(target, fn, *specs))

@@ -8,15 +8,15 @@
 A row contains the milliseconds per call and a rate: TFLOP/s for matmuls, GB/s
 for other operations. FLOPs count matmuls only. Bytes are the fewest bytes that
 a call must read and write (`benchmarks.*_cases`). `share_of_ceiling` is the
-rate divided by this device's best rate. The command first measures three best
-rates and prints them as the row `ops.ceilings`: for a large matmul in FP8, for
-one in BF16, and for copying 1 GiB. Without a GPU, kernels are skipped.
+rate divided by this device's best rate for a large matmul in FP8, for one in
+BF16, or for copying 1 GiB. The command measures these three rates first, and
+prints them as the row `ops.ceilings`. Without a GPU, kernels are skipped.
 
 With `--compare NAME`, the results of each implementation are compared with the
 results of implementation NAME. Each row then contains two lists with one number
-per result. `unequal` is the fraction of values whose bits differ; two NaNs are
-equal. `largest_difference` is relative to the largest finite magnitude in
-NAME's result.
+per result. `unequal` is the fraction of values whose bits differ; two NaNs
+count as equal. `largest_difference` is relative to the largest finite magnitude
+in NAME's result.
 """
 
 import argparse

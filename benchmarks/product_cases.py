@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lists the cases of `benchmarks.ops` for matmuls and for MoE layers.
 
-BF16 and Flax's FP8 are timed for comparison. FLOPs count matmuls only. In
-causal attention, only products below the diagonal count.
+BF16 and Flax's FP8 are timed for comparison. FLOPs count matmuls only. For
+attention, they count only the (query, key) pairs that the mask allows.
 """
 
 import functools
@@ -29,8 +29,8 @@ def product_cases(sizes: Sizes) -> Iterator[Case]:
 def _matmuls(sizes):
   """Lists the matmuls of each linear layer, in FP8 and in BF16."""
   t = sizes.tokens
-  # For each op: its two operands among x [t, d], w [d, f] and g [t, f], and the
-  # contracted axis of each operand.
+  # For each op: its two operands, and the contracted axis of each. Operands are
+  # x [tokens, d], w [d, f] and the output's gradient g [tokens, f].
   products = (
     (ops.linear_fwd, "x", "w", (1, 0)),
     (ops.linear_dgrad, "g", "w", (1, 1)),
@@ -90,7 +90,7 @@ def _matmuls(sizes):
 
 
 def _grouped(sizes):
-  """Lists the grouped matmuls of an MoE layer and their quantization."""
+  """Lists an MoE layer's matmuls, `take_rows` and `quantize_experts`."""
   t, d, f = sizes.tokens, sizes.d_model, sizes.d_ff
   e = sizes.num_experts
   shapes = {"x": (t, d), "w": (e, d, f), "g": (t, f)}
@@ -146,7 +146,7 @@ def _grouped(sizes):
     lambda op, x, index: op(x, index),
     num_bytes=5 * t * d * sizes.value_bytes,
   )
-  # As for `quantize_rows`, tests need a case that the kernel does not support.
+  # Tests need a case that the kernel does not support, so odd sizes use E5M2.
   scaling = ops.PerTensor(E5M2 if f % 16 else E4M3)
   yield of_op(
     ops.quantize_experts,
@@ -203,7 +203,7 @@ def _linear(sizes):
 
 
 def _flax_linear(x, w):
-  """Computes x @ w as `flax.linen.Fp8DirectDotGeneralOp` (delayed scaling)."""
+  """Computes x @ w like Flax's `Fp8DirectDotGeneralOp` (delayed scaling)."""
   ones, history = jnp.ones(1), jnp.zeros(1024)
   return fp8_ops.fp8_scaled_dot_general(
     x,
@@ -231,7 +231,7 @@ def _attention(sizes):
 
 
 def _attention_of(sizes, kind, documents=None):
-  """Lists cases of one kind of attention, with `documents` per sequence."""
+  """Lists the cases of `kind`; `documents` counts documents per sequence."""
   b, t, n, h = sizes.heads
   shape = dict(batch=b, seq=t, num_heads=n, head_dim=h, causal=True)
   if kind.window is not None:
@@ -263,9 +263,9 @@ def _attention_of(sizes, kind, documents=None):
     *heads, ids = arrays
     return dout, *heads, attend(*arrays), ids
 
-  # Attention does two multiply-adds per channel for each pair of a query and a
-  # key that it sees. There are T^2 / 2 pairs without a window, and
-  # (T^2 - (T - W)^2) / 2 with a window W. D documents have T^2 / (2 * D) pairs.
+  # Attention does two multiply-adds per channel for each (query, key) pair that
+  # the mask allows. A sequence of T tokens has T^2 / 2 such pairs. A window W
+  # leaves (T^2 - (T - W)^2) / 2 pairs, and D documents leave T^2 / (2 * D).
   hidden = t - (kind.window or t)
   products = 2 * b * n * (t * t - hidden * hidden) * h // (documents or 1)
   yield of_op(

@@ -7,11 +7,11 @@
 
 The first command installs libtpu, XLA's compiler for TPUs.
 
-The last command prints a JSON row, `tpu.optimizer`, for a step of `optax.adamw`
-(variant optax), `coat_adamw` (coat) and `fused_coat_adamw` (fused) on all
-parameters of a preset, in f32. All bytes in a row are per device. `state_bytes`
-is the size of the optimizer's state, and `peak_bytes` is the peak memory
-including arguments.
+The last command prints a JSON row, `tpu.optimizer`, for each of three variants:
+`optax.adamw` (optax), `coat_adamw` (coat) and `fused_coat_adamw` (fused). A row
+describes a step on all parameters of a preset, in f32. All bytes in a row are
+per device. `state_bytes` is the size of the optimizer's state, and `peak_bytes`
+is the peak memory including arguments.
 """
 
 import argparse

@@ -5,8 +5,8 @@
   python -m benchmarks.training --mesh fsdp=4 --batch 6 --variant minimal
 
 The command trains a preset from random weights, with the training step of
-`train.pretrain`. Each of `--accumulate` microbatches has `--batch` sequences on
-each GPU, or on each group of GPUs along the mesh axis `tensor`. The data is the
+`train.pretrain`. A step has `--accumulate` microbatches of `--batch` sequences
+per GPU, or per group of GPUs along the mesh axis `tensor`. The data is the
 source code of Python's standard library, as bytes. For each variant, the
 command prints a JSON row, `training.step`, with milliseconds per step, tokens
 per second per GPU, and seconds for compiling and initializing. `peak_bytes` is

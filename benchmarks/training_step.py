@@ -42,7 +42,7 @@ VARIANTS = {
 
 
 def variants_of(preset: str, *, accumulate: int = 1) -> list[str]:
-  """Lists the variants that a preset and several microbatches support."""
+  """Lists a preset's variants that support `accumulate` microbatches."""
   unsupported = set()
   if PRESETS[preset]().model.num_experts is None:
     unsupported.add("experts")
@@ -64,9 +64,9 @@ def configure(
 
   Moments are f32 if the recipe is bf16 or fp8_linear, and FP8 otherwise.
   `batch` is the number of sequences per device, or per group of devices along
-  the mesh axis `tensor`. `options` take precedence over the variant's. They may
-  include `optimizer`, `second`, and fields of `TrainConfig` that no other
-  argument sets.
+  the mesh axis `tensor`. `options` take precedence over the variant's options.
+  They may include `optimizer`, `second`, and fields of `TrainConfig` that no
+  other argument sets.
   """
   config = PRESETS[preset]()
   options = VARIANTS[variant] | options

@@ -6,15 +6,16 @@ There are two ways to run a function:
   run_on_shards   each device runs it on its own shards, inside `jax.shard_map`,
                   with explicit collectives. Kernels need this: XLA cannot
                   partition them and would gather their arguments first.
-  run_whole       XLA partitions the function. Inside it, explicit axes become
-                  automatic. Otherwise, f would have to state a sharding
-                  wherever JAX cannot infer one, as for a sum over sharded
-                  tokens, a reshape or the carry of a scan.
+  run_whole       XLA partitions the function. Explicit axes become automatic
+                  inside the function; otherwise it would have to state a
+                  sharding wherever JAX cannot infer one, as for a sum over
+                  sharded tokens, a reshape or the carry of a scan.
 
-Without a mesh or inside the caller's `shard_map`, both functions just call f.
+Without a mesh, or inside the caller's `shard_map`, both just call the function.
 
 Blocks shard arrays over the axes of `MeshAxes` as follows. The second column
-lists the mesh axes that shard each dimension.
+lists the mesh axes that shard each dimension. There are B sequences of T
+tokens, D features between blocks, F features inside a block, and E experts.
 
   [B, T, D]            batch, tensor      tokens, between blocks
   [B, T, F]            batch, -, tensor   whole sequences, inside a block
@@ -110,7 +111,7 @@ def is_split() -> bool:
 
 
 def place(arrays: Any, specs: Any) -> Any:
-  """Checks that specs fit arrays; reshards the arrays on explicit axes."""
+  """Checks that specs fit arrays; on explicit axes, reshards the arrays."""
   mesh = jax.sharding.get_abstract_mesh()
   specs = jax.tree.broadcast(specs, arrays)
 
@@ -247,7 +248,7 @@ def scale_axes(axes: MeshAxes | None) -> tuple[str, ...]:
 
 
 def gather_experts(w: Array, axes: MeshAxes | None) -> Array:
-  """Gathers the rows D of experts' weights [E, D, F] over the FSDP axis."""
+  """Gathers experts' weights [E, D, F] along D, over the FSDP axis."""
   if axes is None or size_of(axes.fsdp) == 1:
     return w
   # With axis=1, XLA would choose a layout with D outermost, and would transpose
@@ -267,10 +268,10 @@ def reduce_gradient(
   """Sums a weight's gradient over devices; returns the device's rows.
 
   dw [D, ..., F] is computed from the device's tokens. If `has_columns`, devices
-  along the tensor axis have different columns or rows of dw for the same
-  tokens; otherwise they have all of dw for different tokens. Gradients of
-  experts are not summed over the expert axis, because experts have already
-  received the tokens of all devices along it.
+  along the tensor axis process the same tokens, and each has different columns
+  or rows of dw. Otherwise they process different tokens, and each has all of dw
+  for its own tokens. Gradients of experts are not summed over the expert axis,
+  because experts have already received the tokens of all devices along it.
   """
   if axes is None:
     return dw

@@ -71,21 +71,21 @@ def coat_adamw(
       applies, or a function that computes such a tree from the parameters.
     nesterov: whether to use Nesterov momentum.
     codec: determines how the moments are stored (format, group size, ...). The
-      functions of `codecs` return codecs.
+      functions in `codecs` return codecs.
     quantize_mask: `(path, leaf) -> bool`, selects the leaves that the codec
       encodes; None for `default_quantize_mask`. With
       `optax.inject_hyperparams`, list it in `static_args`; otherwise optax
-      calls it as a schedule.
+      treats it as a schedule.
     seed: seed of the random words for stochastic rounding. Runs of the same
       compiled program agree bit for bit. An eager call may differ from a jitted
       call by a few ulps.
     implementation: "mosaic" for the GPU kernel, "mosaic_tpu" for the TPU
       kernel, "xla" for plain JAX; None for a kernel wherever one supports the
       leaf and the platform.
-    shardings: on a mesh of automatic axes, the parameters' shardings, a tree of
-      `NamedSharding`s. The kernel then runs on each device's shard. If None,
-      XLA partitions the step, which runs in plain JAX on several devices. On
-      explicit axes leave `shardings` out: arrays' types contain them.
+    shardings: on a mesh of automatic axes, the parameters' shardings, as a tree
+      of `NamedSharding`s. The kernel then runs on each device's shard. If None,
+      XLA partitions the step; with several devices, it then runs in plain JAX.
+      On explicit axes, omit `shardings`: the types of arrays contain them.
 
   Returns:
     An `optax.GradientTransformationExtraArgs`.

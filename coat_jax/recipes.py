@@ -21,7 +21,7 @@ a matmul sums over, or per 128 x 128 values of a weight (`scaling.Blocks`).
 
 With recipe `coat`, a Llama layer of width D and MLP width F, with as many key
 heads as query heads, saves the following bytes per token. Scales of 1 x G
-groups add 2 / G bytes per value, and there are also statistics of rows.
+groups add 2 / G bytes per value, and some statistics of each row are saved too.
 
   residuals            "coat"                "minimal"
   norm inputs          2 x D bytes           2 x D bytes
@@ -92,8 +92,8 @@ class MeshAxes:
     tensor: the axis that splits heads, an MLP's columns and, between blocks,
       the positions of a sequence; or None.
     expert: the axis of `batch` over which the experts of a mixture are
-      distributed, or None. Along it, tokens are exchanged, and all other
-      weights are replicated.
+      distributed, or None. Devices along this axis exchange tokens, and all
+      weights except the experts' are replicated along it.
     grad_dtype: dtype in which gradients of weights are summed over devices.
 
   Raises:
@@ -162,22 +162,22 @@ class CoatRecipe:
     nonlinear: format of the inputs that norms and activation functions read and
       save.
     residuals: "coat" saves what the code of COAT's authors saves; "minimal"
-      recomputes norm outputs, the activation of the gate and its product with
-      up in the backward pass.
+      recomputes norm outputs, the activated gate, and the product of the
+      activated gate and the up projection in the backward pass.
     attention: format in which q, k and v are saved. With "fp8", attention is
-      computed from the dequantized values in both passes. The output is saved
-      in BF16, because training diverges if it is rounded to FP8.
+      computed from the dequantized values in both passes. Attention's output
+      is saved in BF16, because training diverges if it is rounded to FP8.
     group_size: number of values that share a scale in FP8 inputs of norms and
       activation functions, and in FP8 q, k and v.
     experts: format of the operands of grouped expert matmuls. "fp8" requires
       recipe `coat`, and scales each expert's weight separately.
     weight_cache: what is computed from each weight once per step and reused:
-      nothing ("none"), its "scale", or its FP8 "codes" in both layouts (2 bytes
-      per value).
+      nothing ("none"), its "scale", or its FP8 "codes", both as they are and
+      transposed (2 bytes per value).
     implementation: None for kernels on a GPU, "xla" for plain JAX everywhere.
     evaluation: "same" evaluates with the formats of training; "bf16" evaluates
       without FP8, as the authors' code does.
-    formats: the formats of values and gradients that "fp8" stands for. Kernels
+    formats: the formats that "fp8" means for values and for gradients. Kernels
       support the formats of `coat` and `fp8_block`; other formats of
       `coat_jax.numerics.formats` run as plain JAX.
     axes: what the axes of a mesh split. If set, FP8 blocks run on each device's
@@ -332,7 +332,7 @@ def fp8_block(**options: Unpack[Options]) -> CoatRecipe:
 
 
 def int8(**options: Unpack[Options]) -> CoatRecipe:
-  """Returns `coat` with INT8 instead of FP8, to compare both at equal memory.
+  """Returns `coat` with INT8 instead of FP8, for comparisons at equal memory.
 
   All values, including gradients, are rounded to nearest. Matmuls accumulate
   exactly in int32 up to 133,144 terms. The recipe runs as plain JAX; XLA runs

@@ -4,8 +4,9 @@
   python -m examples.linen_bridge
 
 `nnx.bridge.to_linen` makes a Linen module from an NNX class and the arguments
-of its constructor. Its parameters are then Linen variables like those of any
-other submodule, and keep the axis names that `linen.with_partitioning` sets.
+of its constructor. The module's parameters are Linen variables, like those of
+any other submodule. They keep the axis names that `linen.with_partitioning`
+sets.
 The example uses these names for FSDP on all available devices. As in NNX, the
 blocks save FP8 activations for the backward pass.
 
@@ -89,7 +90,7 @@ def make_state(
 
 
 def main(steps: int = STEPS) -> tuple[float, float]:
-  """Trains the model; returns its first and its last loss."""
+  """Trains the model; returns the first and the last loss."""
   period = jax.random.randint(jax.random.key(0), (8, 4), 0, VOCABULARY)
   tokens = jnp.tile(period, (1, 5))
   devices = jax.make_mesh(

@@ -40,7 +40,7 @@ OPTIMIZER = optax.chain(
 
 
 def make_mesh(data: int) -> Mesh:
-  """Builds a mesh of all devices that holds the parameters `data` times."""
+  """Builds a mesh of all devices, with `data` copies of the parameters."""
   count = jax.device_count()
   if count % data:
     raise ValueError(
@@ -86,7 +86,7 @@ def step(state, x, y):
 def train(state, mesh: Mesh, steps: range) -> tuple[dict, list[float]]:
   batch = NamedSharding(mesh, P(("data", "fsdp")))
   shardings = jax.tree.map(lambda x: x.sharding, state)
-  # The next state reuses this state's memory and is sharded like it.
+  # The next state reuses this state's memory and has the same shardings.
   jitted = jax.jit(
     step, out_shardings=(shardings, NamedSharding(mesh, P())), donate_argnums=0
   )

@@ -3,10 +3,11 @@
 
   python -m examples.step_in_backward
 
-The model is a decoder in plain JAX without our layers; its embedding is tied to
-its output. It learns eight sequences that repeat themselves, with BF16 weights
-that are rounded stochastically, and FP8 moments. For comparison we also compile
-a step that computes all gradients first, and print the memory of both.
+The model is a decoder in plain JAX without our layers. Its output layer uses
+the embedding's weights. It learns eight sequences that repeat themselves, with
+BF16 weights that are rounded stochastically, and FP8 moments. For comparison,
+we also compile a step that computes all gradients first, and print the memory
+of both steps.
 """
 
 import functools
@@ -57,19 +58,19 @@ def layer(params, x):
 
 
 def embed(tokens, params):
-  """Runs the part of the model before the stack."""
+  """Runs the part of the model before the stack of layers."""
   return params["embedding"][tokens]
 
 
 def loss_of(targets, params, x):
-  """Runs the part of the model after the stack and computes the loss."""
+  """Runs the part of the model after the layers and computes the loss."""
   logits = normalize(x) @ params["embedding"].T.astype(jnp.float32)
   losses = optax.losses.softmax_cross_entropy_with_integer_labels
   return jnp.mean(losses(logits, targets))
 
 
 def make_step(optimizer, clip):
-  """Builds a step that updates each layer as soon as it has its gradients."""
+  """Builds a step that updates each layer once its gradients are computed."""
 
   def step(params, state, clip_state, tokens):
     done = step_in_backward(

@@ -16,9 +16,9 @@ became zero. `zeroed_v` is the fraction of nonzero v that became zero.
 accuracy.tracking: the drift over many steps. v of 16384 elements is encoded and
 decoded at each of 2000 steps. The magnitudes of gradients come from the trained
 v; halfway, the gradients of every other element shrink to a tenth. A row
-contains percentiles of the ratio of stored to exact v at the end: the median,
-the 10th and the 90th percentile over elements whose gradients shrank. Keys with
-the prefix `unchanged_` contain the percentiles over all other elements.
+describes stored v / exact v at the end: the median, and the 10th and 90th
+percentiles, over the elements whose gradients shrank. Keys with the prefix
+`unchanged_` contain the same for all other elements.
 """
 
 import argparse
@@ -79,9 +79,9 @@ class Case:
 def cases(names: Sequence[str] | None = None) -> list[Case]:
   """Lists codecs with each of their roundings.
 
-  The default is all registered codecs, and log8 with rounding to nearest, which
-  the library does not offer. Factored moments are left out, because they need
-  whole matrices instead of groups.
+  By default, these are all registered codecs, and log8 with rounding to
+  nearest, which the library does not offer. Factored moments are left out,
+  because they need whole matrices instead of groups.
   """
   found = []
   for name in codecs.names() if names is None else names:
@@ -147,10 +147,10 @@ def _encode(group_codec, x, noise):
 
 @jax.jit
 def update_errors(moments: Moments, stored: Moments) -> dict:
-  """Compares the next Adam update with stored moments to the exact update.
+  """Compares the next Adam update from stored moments with the exact update.
 
-  "error" and "exact" are sums of squares per group. "zeroed" is the number of
-  "nonzero" v that became zero.
+  "error" and "exact" are sums of squares per group. "nonzero" is the number of
+  nonzero v, and "zeroed" is how many of them became zero.
   """
   spread = jnp.sqrt(jnp.maximum(moments.nu - moments.mu**2, 0))
   normal = jax.random.normal(jax.random.key(0), spread.shape)
@@ -174,7 +174,7 @@ def _adam(moments: Moments, gradient):
 
 
 def gradient_sizes(moments: Moments) -> jax.Array:
-  """Returns sqrt(v) of 128 groups from all parts of the model: [128, 128]."""
+  """Returns sqrt(v), [groups, 128], of 128 groups from the whole model."""
   # Embeddings of bytes that do not occur have v = 0, so skip them.
   rows = moments.nu[jnp.all(moments.nu > 0, axis=-1)]
   index = np.linspace(0, len(rows) - 1, TRACKED_GROUPS).astype(int)
@@ -186,8 +186,8 @@ def track(codec: GroupCodec, sizes: jax.Array, b2, *, steps: int, every: int):
   """Encodes and decodes v at each step; gradients shrink halfway.
 
   `sizes` [groups, n] are standard deviations of gradients. Returns the ratio of
-  stored to exact v at the end, f32 [groups, n], and its median over elements
-  whose gradients shrink, at every `every`-th step.
+  stored to exact v at the end, f32 [groups, n]. Also returns, for every
+  `every`-th step, the ratio's median over elements whose gradients shrink.
   """
   shrinks = jnp.arange(sizes.shape[-1]) % 2 == 0
 
@@ -270,7 +270,8 @@ def draw(one_step: list[dict], traces: dict, out: Path, b2=0.99) -> None:
   figure = Figure(figsize=(13, 5), layout="constrained")
   left, right = figure.subplots(1, 2)
   rows = [row for row in one_step if row["update_rms_error"] > 0]
-  # Rounding to nearest gets the codec's color, in a pale bar and a dashed line.
+  # All roundings of a codec have the same color. The bar of rounding to nearest
+  # is pale, and its line is dashed.
   names = {row["label"]: row["label"].split(",")[0] for row in rows}
   palette = {x: f"C{i}" for i, x in enumerate(dict.fromkeys(names.values()))}
   colors = {label: palette[name] for label, name in names.items()}

@@ -19,17 +19,18 @@ codec_race.losses: a model with the `bf16` recipe is trained with each
 candidate. The seed determines weights, data and rounding, so runs with the same
 seed start from the same weights and read the same batches. `loss` is the mean
 over the last 50 steps, and `held_out_loss` is the mean over the held-out
-batches. All candidates run with one seed before the first runs with the next
+batches. All candidates run with one seed before any of them runs with the next
 seed. Runs that have a row in --rows are skipped, so you can interrupt the
 command and continue later. With --minutes, the command stops before a run that
 would probably exceed this limit.
 
-The bytes per parameter count the stored moments of large leaves for `errors`,
-and the optimizer's whole state for `losses`.
+In rows of `errors`, the bytes per parameter count only the stored moments of
+large leaves. In rows of `losses`, they count the optimizer's whole state.
 
-`table` prints all rows of a preset as a table. Losses are differences from the
-baseline's loss with the same seed: their mean and its 95 % confidence interval,
-or each difference if there are fewer than three seeds.
+`table` prints all rows of a preset as a table. For baselines, it shows losses.
+For other candidates, it shows differences from the baseline's loss with the
+same seed: their mean and its 95 % confidence interval, or all differences if
+there are fewer than three seeds.
 """
 
 import argparse
@@ -168,7 +169,7 @@ def cases(
 def stored(
   candidate: Candidate, m: jax.Array, v: jax.Array, index: int
 ) -> tuple[jax.Array, jax.Array, int]:
-  """Encodes and decodes both moments of a leaf; also returns stored bytes."""
+  """Encodes and decodes a leaf's moments; also returns their stored bytes."""
   codec, size, decoded = candidate.build(), 0, []
   words = stochastic.random_words(stochastic.leaf_key(0, 0, index), m.shape)
   for place, (x, group) in enumerate(zip((m, v), codec.groups, strict=True)):

@@ -13,7 +13,7 @@ _ERRORS = {"m_error": "m", "root_v_error": "sqrt(v)", "update_error": "update"}
 
 
 def baseline(name: str) -> str:
-  """Returns the candidate with the same optimizer and f32 moments."""
+  """Returns a candidate's baseline: its optimizer with f32 moments."""
   optimizer = name.split(",")[0]
   if optimizer in ("lion", "momentum", "muon"):
     return f"{optimizer}, float32"
@@ -21,7 +21,7 @@ def baseline(name: str) -> str:
 
 
 def sizes(rows: list[dict], preset: str) -> dict[str, float]:
-  """Returns the bytes per parameter of a preset's runs, largest first."""
+  """Maps a preset's candidates to bytes per parameter, largest first."""
   found = {
     row["case"]["candidate"]: row["bytes_per_param"]
     for row in rows
@@ -88,7 +88,7 @@ def losses(
 def differences(
   rows: list[dict], preset: str, name: str, key: str
 ) -> list[float]:
-  """Lists each seed's loss minus the baseline's loss with the same seed."""
+  """Lists, for each seed, the candidate's loss minus the baseline's loss."""
   if name == baseline(name):
     return []
   own, other = (losses(rows, preset, x, key) for x in (name, baseline(name)))

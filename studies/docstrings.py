@@ -14,9 +14,9 @@ that --suffixes lists. It writes to the folder OUT:
                    answers with the docstring
   source.json      the folders, the suffixes and the numbers of files and tokens
 
-The order is the same in every run, and duplicate files are used only once.
-Losses are comparable only if they come from the same data, so record
-source.json with them.
+Files are shuffled into the same order in every run, and duplicate files are
+used only once. Losses are comparable only if they come from the same data, so
+record source.json with them.
 """
 
 import argparse
@@ -106,7 +106,7 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Tokenizer:
 
 
 def write(texts: Sequence[str], out: Path, vocab_size: int) -> dict[str, int]:
-  """Writes tokenizer, tokens and conversations; returns how many there are."""
+  """Writes all files but source.json; returns the counts for source.json."""
   # Train on an eighth of the text, which contains nearly all words.
   tokenizer = train_tokenizer(texts[: len(texts) // 8 + 1], vocab_size)
   tokenizer.save(str(out / "tokenizer.json"))

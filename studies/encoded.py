@@ -47,9 +47,10 @@ BATCH, SEQ = 8, 32
 
 
 def _scheduled(peak: float, make: Callable[..., Any]) -> Callable[[int], Any]:
-  """Returns a function of the number of steps that builds an optimizer.
+  """Returns a function that builds an optimizer for a number of steps.
 
-  Its rate warms up over a tenth of the steps, then decays along a cosine.
+  The learning rate warms up over a tenth of these steps, then decays along a
+  cosine.
   """
   return lambda steps: make(
     optax.warmup_cosine_decay_schedule(0.0, peak, steps // 10, steps, peak / 10)

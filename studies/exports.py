@@ -14,8 +14,8 @@ The command prints a JSON row, `exports`, for each folder:
 
   logits   largest difference between the two libraries' logits, divided by the
            largest magnitude of transformers' logits
-  greedy   both libraries generate 16 tokens greedily after a prompt; this is
-           the number of tokens before the first difference
+  greedy   number of equal tokens before the first difference when both
+           libraries generate 16 tokens greedily after a prompt
   moved    largest change of a weight during training
 """
 

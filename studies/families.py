@@ -5,9 +5,9 @@
 
 For each family, the study builds a model with two layers of width 256. Its
 weights are random, and scaled so that activations neither grow nor shrink. The
-study runs it with the `coat` recipe and with `bf16`, both with f32 activations,
-on the same tokens (a vision tower, on the same images of 64 patches). A row
-compares the two:
+study runs the model with the `coat` recipe and with `bf16`, both times with f32
+activations and on the same tokens (a vision tower gets the same images, of 64
+patches each). A row compares the two runs:
 
   logits_error     relative RMS error of the logits, or of a tower's output
   cosine           cosine between a weight's two gradients, for the worst weight
@@ -176,7 +176,7 @@ def _run_tower(config: Any, recipe: CoatRecipe, weights: Any):
 
 
 def _with_gradients(loss, weights: Any):
-  """Returns the auxiliary output of a loss function, and its gradients."""
+  """Returns a loss function's auxiliary output and its gradients."""
   # The function runs only once, so compile it without optimization.
   run = jax.jit(
     jax.grad(loss, has_aux=True),

@@ -8,28 +8,27 @@
 `images` reads the four files of Fashion-MNIST (arXiv:1708.07747) from the
 folder IDX; Debian's package dataset-fashion-mnist installs them in
 /usr/share/datasets/fashion-mnist. It writes the 60,000 training images and
-10,000 test images to FOLDER/images/{train,test}/CLASS/*.png, and conversations
-about them:
+10,000 test images to FOLDER/images/{train,test}/CLASS/*.png. It also writes
+conversations that ask for the classes of these images:
 
-  one.json   an image of the first half of the training images, and its class
-  two.json   two images of the second half, and their classes
-  test.json  two test images, and their classes
+  one.json   one image per conversation, from the first half of the training set
+  two.json   two images per conversation, from the second half
+  test.json  two test images per conversation
 
 `vit` trains a vision transformer of 4.8 M parameters for ten epochs, and
 measures the loss and the accuracy on the test images.
 
 `llava` trains a LLaVA of 31 M parameters. First, all parts learn one.json in
-BF16, which stands in for a tower and a decoder that were trained before. The
+BF16. This stands in for a pretrained tower and a pretrained decoder. The
 projector is then replaced by a random one, and LLaVA's two stages follow, on
 two.json: `projector` trains only the projector, and `decoder` the projector and
 the decoder. Each stage measures the loss on held-out conversations. At the end,
-`train.evaluate` counts the conversations of test.json that are answered
-exactly.
+`train.evaluate` counts the exact answers to the conversations in test.json.
 
 Every run appends a row to FOLDER/rows.jsonl. Runs with the same seed start from
 the same weights and read the same data. All runs of `llava` start from the same
-weights; a seed sets the order, and which conversations are held out. Do not run
-two processes in one folder before FOLDER/start is complete.
+weights; a seed sets the order of the conversations, and which of them are held
+out. Do not run two processes in one folder before FOLDER/start is complete.
 """
 
 import argparse
@@ -72,7 +71,7 @@ CLASSES = (
 )
 RECIPES = {"bf16": "float32", "coat": "coat"}  # Each recipe's codec.
 BATCH = {"vit": 256, "llava": 64}
-STEPS = 2350  # Of the vision transformer: ten epochs.
+STEPS = 2350  # Ten epochs of the vision transformer.
 _PARTS = {"train": "train", "test": "t10k"}
 _SIDE = 28
 _VISION = VisionConfig(
@@ -140,7 +139,7 @@ def write_images(idx: Path, folder: Path) -> None:
 
 
 def _write_part(idx: Path, folder: Path, part: str) -> list[tuple[str, str]]:
-  """Writes a part's images; returns each name with the name of its class."""
+  """Writes a part's images; returns the file name and class of each image."""
   found = []
   for i, (pixels, label) in enumerate(
     zip(*read_idx(idx, _PARTS[part]), strict=True)
@@ -228,7 +227,7 @@ def with_new_projector(run_folder: Path, out: Path) -> Path:
 
 
 def start_of(folder: Path) -> Path:
-  """Trains the LLaVA that both stages start from, unless it exists."""
+  """Returns the folder of the initial LLaVA, and trains it if it is missing."""
   if not (start := folder / "start").exists():
     words = [*" ".join(CLASSES).split(), *shapes.WORDS]
     shapes.make_llava(folder / "random", LLAVA, words)
@@ -238,7 +237,7 @@ def start_of(folder: Path) -> Path:
 
 
 def train_llava(folder: Path, recipe: str, seed: int) -> dict[str, Any]:
-  """Trains both stages of a LLaVA; returns their losses, and exact answers."""
+  """Trains both stages of a LLaVA; returns their losses and test results."""
   start = start_of(folder)
   projector = train_stage(folder, start, "projector", recipe, seed)
   decoder = train_stage(folder, projector, "decoder", recipe, seed)

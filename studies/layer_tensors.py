@@ -30,7 +30,7 @@ _PLAIN = recipes.bf16()
 
 
 class LayerTensors(NamedTuple):
-  """Tensors of all layers, f32 [layers, B, T, n].
+  """Tensors of all layers, f32 [layers, batch, tokens, features].
 
   Attributes:
     values: tensors by name. "attention's norm" and "MLP's norm" are the inputs
@@ -94,7 +94,7 @@ def capture(config: ModelConfig, params: Any, tokens: Array) -> LayerTensors:
 
 
 def _layer(x: Array, weights: Any, model: Decoder, tap: Callable) -> Array:
-  """Runs a layer, replacing each of its tensors x by `tap(name, x)`."""
+  """Runs a layer, replacing each of its tensors x with `tap(name, x)`."""
   module, config = model.layers.attention, model.config
   attention, mlp = weights["attention"], weights["mlp"]
   heads = module.middle.heads

@@ -14,9 +14,9 @@ The first command compiles one of the steps, and makes XLA write the live range,
 size and offset of each array. At each instruction, the sizes of live arrays are
 added up; the largest sum is the peak that the compiler reports. A loop appears
 once, not once per iteration, and arrays that it stacks are live from the loop's
-start to its end. Arguments are weights or optimizer state. Other arrays are
-classified by shape: those with the shape of a weight are gradients, and other
-stacks of layers are activations.
+start to its end. Arguments are weights or optimizer state. All other arrays are
+classified by shape: gradients have the shape of a weight, activations are other
+arrays that are stacked over layers, and the rest is temporary.
 """
 
 import argparse

@@ -65,7 +65,7 @@ def moment_errors(exact: Moments, stored: Moments) -> dict[str, float]:
     zeroed_mu, zeroed_nu: fraction of the nonzero values that became zero.
     update_mse: mean square error of the update m / (sqrt(v) + eps), which the
       COAT paper reports.
-    update_error: RMS error of the update, divided by the RMS of the exact one.
+    update_error: RMS error of the update / RMS of the exact update.
     kept_error: `update_error` over values whose v did not become zero.
   """
   mu, nu = (np.asarray(x, np.float64) for x in exact)
@@ -145,7 +145,10 @@ def tensor_errors(
 
 
 def spread(layers: Sequence[np.ndarray]) -> dict[str, float]:
-  """Computes the medians over layers of amax / RMS and kurtosis (normal: 3)."""
+  """Computes amax / RMS and kurtosis of each layer; returns their medians.
+
+  The kurtosis of a normal distribution is 3.
+  """
   found = []
   for x in layers:
     square = np.asarray(x, np.float64) ** 2

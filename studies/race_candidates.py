@@ -2,9 +2,9 @@
 """The optimizers that `studies.codec_race` compares, and their codecs.
 
 Learning rates and weight decays come from the preset, which was tuned for
-AdamW. The updates of Lion and momentum have other magnitudes, so their learning
-rates are multiplied by a factor. Their weight decays are divided by this
-factor, so that weights decay as fast as with AdamW.
+AdamW. The updates of Lion and momentum differ in magnitude from AdamW's, so the
+learning rates of these two are multiplied by a factor. Their weight decays are
+divided by this factor, so that weights decay as fast as with AdamW.
 """
 
 import dataclasses
@@ -37,9 +37,9 @@ _FACTORS = {"lion": 0.1, "momentum": 100.0}
 class Candidate:
   """An optimizer and the codec of its moments.
 
-  "resets" is AdamW whose moments restart from 0 every 250 steps.
-  "lion, encoded" and "momentum" are optax's optimizers, wrapped by `encoded`.
-  `weights` is how AdamW stores its weights; None for f32.
+  The optimizer "resets" is AdamW with moments that restart from 0 every 250
+  steps. "lion, encoded" and "momentum" are optax's optimizers, wrapped by
+  `encoded`. `weights` says how AdamW stores its weights; None means f32.
   """
 
   codec: str

@@ -5,12 +5,12 @@ To train with one of them, pass for example `--optim.codec
 studies.race_codecs:log4`. Bytes are per parameter, for both moments together.
 
   companded    INT8 codes of softsign(m) and of sqrt(v), f32 amax    2.06 bytes
-  log4         4 bits: m in powers of 2, v uniform in its logarithm  1.06 bytes
+  log4         4 bits: m in powers of 2, v in equal steps of log v   1.06 bytes
   e2m1         4 bits: m in E2M1, v as in log4                       1.06 bytes
 
-`e2m1_factored`, with about 0.58 bytes, stores m as in e2m1, and v as means of
-rows and columns. 4-bit codes have the dtype int4 and the parameter's shape. XLA
-stores two of them in a byte.
+`e2m1_factored` needs about 0.58 bytes. It stores m as in e2m1, and only the
+means of v's rows and columns. 4-bit codes have the dtype int4 and the
+parameter's shape. XLA stores two of them in a byte.
 """
 
 import dataclasses
@@ -160,7 +160,8 @@ def companded(
   """Returns FlashOptim's companded INT8: 2 + 8 / group_size bytes/parameter.
 
   The paper (arXiv:2602.23349) rounds to nearest, in groups of 32 with FP16
-  scales. This codec uses groups of 128 with f32 scales, like the library's.
+  scales. By default, this codec rounds stochastically, in groups of 128 with
+  f32 scales, like the library's codecs.
   """
   return MomentCodec(
     name="companded",
@@ -170,17 +171,17 @@ def companded(
 
 
 def log4(group_size: int = 64) -> MomentCodec:
-  """Stores m in powers of 2, v in `LogUniform4`: 1 + 4 / group_size bytes."""
+  """Stores m in powers of 2 and v in `LogUniform4`: 1 + 4/group_size bytes."""
   return _four_bits("log4", group_size, POWERS)
 
 
 def e2m1(group_size: int = 64) -> MomentCodec:
-  """Stores m in E2M1, v in `LogUniform4`: 1 + 4 / group_size bytes."""
+  """Stores m in E2M1 and v in `LogUniform4`: 1 + 4/group_size bytes."""
   return _four_bits("e2m1", group_size, E2M1)
 
 
 def e2m1_factored() -> MomentCodec:
-  """Stores m in E2M1, and v as means of rows and columns."""
+  """Stores m in E2M1, and the means of v's rows and columns."""
   return MomentCodec(name="e2m1_factored", mu=e2m1().mu, nu=Factored())
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def read_rows(path: Path, bench: str) -> list[dict]:
-  """Reads the rows of a study; a missing file has no rows."""
+  """Reads the rows of a study; returns none if the file does not exist."""
   if not path.exists():
     return []
   name = bench.strip(".")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares FP8 with one scale per tensor and with one per block of 128.
+"""Compares FP8 with one scale per tensor to FP8 with one per block of 128.
 
   python -m studies.scaling [--preset llama_60m] [--batch 1] [--seq 512]
     [--outliers 1 30] [--compile-only] [--repeats 20]
@@ -10,8 +10,8 @@ from a normal distribution. Block scales are meant for outliers, so with
 --outliers K, every 64th feature and every 128th token of both arrays is K times
 as large.
 
-scaling.layer: one row per kind of scales and K. Errors are relative RMS
-differences from BF16.
+scaling.layer: one row for each kind of scales and each K. Errors are relative
+RMS differences from BF16.
 
   output_error     error of y - x, where y is the layer's output
   dx_error         error of dx - dy, where dx and dy are gradients of x and y

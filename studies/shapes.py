@@ -5,9 +5,9 @@
 
 The study writes into FOLDER a LLaVA with random weights (`llava`) and two files
 of conversations. In `words.json`, words describe the pictures; `shapes.json`
-contains the pictures themselves, up to two per conversation. The study trains
-in three stages. The last two are run with the `bf16` and `coat` recipes, and
-with several seeds:
+contains the pictures themselves, up to two per conversation. The study has
+three stages, of which the last two are run with the `bf16` and `coat` recipes
+and with several seeds. The stages train these parts:
 
   words      all parameters, on words.json (only with `bf16` and one seed)
   projector  only the projector, on shapes.json
@@ -222,7 +222,7 @@ def call(program: Callable, words: Sequence[Any], options: dict) -> None:
 
 
 def last(run: Path, key: str = "held_out_loss") -> float:
-  """Reads a metric of the last evaluation of a run."""
+  """Reads a metric from a run's last evaluation."""
   return [x[key] for x in read_metrics(run / "metrics.jsonl") if key in x][-1]
 
 

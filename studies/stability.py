@@ -7,11 +7,11 @@
   python -m studies.stability plot
 
 `run` trains a Llama once for every variant, learning rate and seed. The default
-is the small model, which has 14.4 M parameters. It is trained on bytes of
-Python's standard library in batches of 16 x 256, with AdamW, b2 0.95, weight
-decay 0.1 and clipping at 1. The learning rate warms up over a tenth of the
-steps, then decays to a tenth along a cosine. --best 2 uses, for each variant,
-only the two rates that were best for the small model.
+is a small model with 14.4 M parameters. It is trained on bytes of Python's
+standard library in batches of 16 x 256, with AdamW, b2 0.95, weight decay 0.1
+and clipping at 1. The learning rate warms up over a tenth of the steps, then
+decays to a tenth along a cosine. --best 2 uses, for each variant, only the two
+rates that were best for the small model.
 
 When a run ends or fails, a row is appended to docs/rows/stability.jsonl. Runs
 that already have a row are skipped, so you can interrupt the command and
@@ -27,9 +27,9 @@ A row contains
 
   train_loss          mean loss of the last 50 steps
   held_out_loss       mean loss of 16 held-out batches
-  failed              "not finite" (the run ends there), "diverged" (train_loss
-                      is more than half a nat above the lowest mean of 50
-                      steps), or null
+  failed              "not finite" (the loss was not finite, so the run ended),
+                      "diverged" (train_loss is more than half a nat above the
+                      lowest mean of 50 steps), or null
   spikes              number of losses after the warmup that exceed the mean of
                       the previous 50 losses by four standard deviations and by
                       0.1 nats; adjacent spikes count as one
@@ -121,7 +121,7 @@ def cases(
   done: list[dict],
   case: dict[str, Any],
 ) -> Iterator[dict[str, Any]]:
-  """Yields the case of each run without a row in `done`; it extends `case`."""
+  """Yields `case` with the variant, rate and seed of each run without a row."""
   known = {json.dumps(row["case"], sort_keys=True) for row in done}
   for variant in variants:
     for rate in rates[variant]:
@@ -160,8 +160,8 @@ def run(
 ) -> int:
   """Trains the cases in `todo`; returns the number of finished runs."""
   started, count = time.monotonic(), 0
-  # The seconds of the longest run so far: of variants' first runs (True), which
-  # include compiling, and of later runs (False).
+  # The longest run so far, in seconds. The key is True for each variant's first
+  # run, which includes compiling, and False for all later runs.
   longest = {True: 0.0, False: 0.0}
   data, variant = Data(source, base), None
   found = programs = None

@@ -74,7 +74,7 @@ def summarize(rows: Iterable[dict]) -> Summary:
 
 
 def best_rates(rows: Iterable[dict], variant: str, count: int) -> list[float]:
-  """Returns the `count` rates of the small model with the lowest losses."""
+  """Returns the `count` rates at which the small model's losses are lowest."""
   found = summarize(
     row
     for row in rows
@@ -167,12 +167,12 @@ def draw(rows: Iterable[dict], preset: str, out: Path) -> str:
 
 
 def limits(found: dict[str, Summary]) -> tuple[float, float] | None:
-  """Returns the ends of the loss axis; None if some run failed at each rate.
+  """Returns the ends of the loss axis, or None.
 
-  The upper end is slightly above the losses of bf16 at rates where no run
-  failed (of all variants, if there is no bf16). Variants that diverge end up
-  hundreds of nats higher. If the axis covered them, all other variants would
-  merge into one line.
+  The upper end is slightly above bf16's losses at the rates where none of its
+  runs failed. If there are no such rates, the result is None. Without bf16, all
+  variants are used instead. Variants that diverge end up hundreds of nats
+  higher. If the axis covered them, all others would merge into one line.
   """
   losses, whole = [], []
   for name, summary in found.items():

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Executes one run of `studies.stability` and summarizes it in a row.
 
-The compiled program runs CHUNK steps per call. Its arguments include learning
-rate and seed, so all runs of a variant share one program. The runs are not
-vmapped, because kernels have no batching rule.
+The compiled program runs CHUNK steps per call. Its arguments include the
+learning rate and the seed, so all runs of a variant share one program. The runs
+are not vmapped, because kernels have no batching rule.
 """
 
 import dataclasses
@@ -195,7 +195,7 @@ def describe(
 
 
 def _per_chunk(x: np.ndarray, reduce: Callable) -> list[float | None]:
-  """Reduces each CHUNK steps to one number, rounded to four digits."""
+  """Reduces each chunk of steps to one number, rounded to four digits."""
   found = [reduce(x[i : i + CHUNK]) for i in range(0, len(x), CHUNK)]
   return [float(f"{v:.4g}") if np.isfinite(v) else None for v in found]
 

@@ -24,7 +24,7 @@ from train.memory.step import device_bytes
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """A setup of the paper's table, with `batch` sequences on each GPU."""
+  """A setup in the paper's table, with `batch` sequences on each GPU."""
 
   preset: str
   gpus: int

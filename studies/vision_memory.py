@@ -117,7 +117,7 @@ def compile_step(stage: Trained, *, batch: int, seq: int, images: int):
 def planned(
   stage: Trained, params, moments, *, batch: int, seq: int, images: int
 ) -> dict[str, Memory]:
-  """Returns the planned memory at each point of the step of `compile_step`."""
+  """Returns the planned memory at each point of `compile_step`'s step."""
   config = FinetuneConfig(
     init_from="llava-1.5-7b-hf",
     out="no run",

@@ -2,8 +2,8 @@
 """Reads command lines, and prints their errors as plain sentences.
 
 Options are dataclasses, which check their values when they are created. The
-functions here print an error as one line, without the name of the dataclass and
-without tyro's box.
+functions here print an error as one line, without the dataclass's name and
+without the box that tyro draws around errors.
 """
 
 import contextlib
@@ -62,7 +62,7 @@ def one_of(
   presets: Mapping[str, Callable[[], Any]],
   adapt: Callable[[Any], Any] = lambda config: config,
 ) -> Any:
-  """Builds a type for `read_options`; the first word selects a preset."""
+  """Builds a type for `read_options` whose first word selects a preset."""
   return tyro.extras.subcommand_type_from_defaults(
     {name: adapt(preset()) for name, preset in presets.items()},
     {name: inspect.getdoc(preset) or "" for name, preset in presets.items()},
@@ -99,9 +99,9 @@ def plain_errors() -> Iterator[None]:
 
 def _line_of_cause(stop: SystemExit, shown: str) -> str | None:
   """Formats the error that tyro printed; None if no dataclass raised it."""
-  # tyro may have wrapped the dataclass's error in others. Each wrapper's `arg`
-  # is the name of a part of the configuration, or an object if an option's
-  # value could not be parsed.
+  # tyro may have wrapped the dataclass's error in other errors. Each wrapper's
+  # `arg` is the name of a part of the configuration, or an object if an
+  # option's value could not be parsed.
   error, part = stop.__context__, ""
   while error is not None and (arg := getattr(error, "arg", None)) is not None:
     if not isinstance(arg, str):

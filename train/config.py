@@ -94,7 +94,8 @@ class TrainConfig:
     params: How weights are stored. bfloat16 rounds stochastically;
       bfloat16_low8 stores 8 more bits per weight. Norms and biases are always
       f32.
-    implementation: auto uses kernels for the GPU or TPU, if any; xla uses none.
+    implementation: auto uses GPU or TPU kernels where there are any; xla never
+      uses kernels.
     optim: The optimizer and the learning rate.
     steps: Number of optimizer steps of the whole run.
     accumulate: Microbatches per step. They go through the model one after
@@ -136,7 +137,7 @@ class TrainConfig:
     ValueError: a value is outside its range, or options are incompatible.
   """
 
-  # The order of --help: data, model, optimization, and the rest.
+  # --help lists fields in this order: data, model, optimization, the rest.
   out: Annotated[str, tyro.conf.arg(metavar="RUN")] = silent()
   data: DataConfig = silent(DataConfig())
   seq: Count = fixed()
@@ -360,7 +361,7 @@ def _check_in_backward(config: TrainConfig) -> None:
 
 
 def resume_rule(name: str, kind: type = TrainConfig) -> str:
-  """Returns a field's rule, or else its part's rule, or else "reported"."""
+  """Returns a field's resume rule, or its enclosing part's, or "reported"."""
   rule, part = "reported", kind
   for word in name.split("."):
     fields = dataclasses.fields(part) if dataclasses.is_dataclass(part) else ()

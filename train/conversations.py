@@ -39,15 +39,15 @@ from train.source import decoder_of
 if TYPE_CHECKING:  # Needs Pillow.
   from train.data.chat.images import ChatImages
 
-# How many characters of a prompt (its last) and an answer (its first) to print.
+# Characters to print from the end of a prompt and the start of an answer.
 _SHOWN = 160
 TOKENIZER, TEMPLATE = "tokenizer.json", "chat_template.jinja"
-_THREADS = 8  # Each thread reads the images of a batch.
+_THREADS = 8  # Each thread reads the images of one batch.
 _EPOCHS = 3  # The default if neither --steps nor --epochs is set.
 
 
 def load(config: FinetuneConfig) -> tuple[FinetuneConfig, "Conversations"]:
-  """Reads conversations, prints counts, and replaces `epochs` by `steps`."""
+  """Reads conversations, prints counts, and replaces `epochs` with `steps`."""
   folder, data = pretrained.source_of(config), config.data
   if folder is None:
     raise ValueError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts runs to and from checkpoints of optax.adamw and of Hugging Face.
+"""Converts runs to and from optax.adamw and Hugging Face checkpoints.
 
   python -m train.convert export RUN OUT
   python -m train.convert import DIR PRESET --out RUN [options]
@@ -17,7 +17,7 @@ becomes the run's step, and the resumed run skips that many batches.
 `export-hf` writes the weights of the newest checkpoint as a Hugging Face
 folder: config.json, safetensors, and the tokenizer's files if the run started
 from a Hugging Face folder. `import-hf` turns a Hugging Face folder into a run
-at step 0. The options change the settings of the preset finetune. `python -m
+at step 0. The options change the settings of the `finetune` preset. `python -m
 train.pretrain finetune --out RUN [options] --resume` trains this run.
 
 All four commands run on one device. With JAX_PLATFORMS=cpu they need only host

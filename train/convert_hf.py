@@ -54,7 +54,7 @@ def export_hf(run: Path, out: Path, dtype: Dtype | None = None) -> int:
       max_length=config.seq if isinstance(model, Decoder) else None,
       labels=_labels(source),
     )
-    # For other models, `save_hf` has copied these files from `like`.
+    # For models other than a ViT, `save_hf` has copied these files from `like`.
     if isinstance(config, VitConfig):
       carry(source, written, *PROCESSORS)
   if not (isinstance(config, VitConfig) or has_tokenizer(out)):

@@ -54,17 +54,17 @@ class EvaluateConfig:
     data: A text to predict: a file, folder or glob. Files contain plain text or
       JSON lines with the key `text`, and may be compressed. Repeat the option
       for more texts.
-    documents: `apart` evaluates each document alone, `joined` all of them as
-      one text.
+    documents: `apart` evaluates each document alone; `joined` evaluates all
+      documents as one text.
     stride: Number of tokens by which the windows over a long text advance. A
       smaller stride gives each token more context.
     task: A task of lm-evaluation-harness. Repeat the option for more tasks.
-    task_dir: Folder with your own tasks; paths in them are relative to it.
+    task_dir: Folder with your own tasks; paths in the tasks are relative to
+      this folder.
     shots: How many examples to put before each question.
     conversations: A file of conversations, in a format that `train.finetune`
-      reads. The
-      command measures how well the model predicts the answers in the file, and
-      generates the model's answers. Repeat the option for more files.
+      reads. The command measures how well the model predicts the answers in the
+      file, and generates the model's answers. Repeat the option for more files.
     images: Folder that image names in conversations are relative to.
     template: Name of a published chat template to use.
     skip_bad: Skip rows that cannot be used, and print how many.
@@ -174,7 +174,7 @@ def run(config: EvaluateConfig) -> dict[str, Any]:
 
     lm = DecoderLM(decoder, source.text, length=length, batch=config.batch)
     results = tasks.run(lm, shots=config.shots, limit=config.limit)
-    del lm  # It would keep the model in memory when `--beside` replaces it.
+    del lm  # It holds the model, whose memory `--beside` needs.
     found["tasks"] = report.task_rows(results)
     print(report.task_table(found["tasks"]))
   columns = []

@@ -4,7 +4,7 @@
 Some defaults differ from those of `train.config`; none is tuned. The peak
 learning rate of 2e-5 and the cosine schedule come from arXiv:2307.09288
 (Llama 2), section 3.1; here the cosine ends at a tenth of the peak. The reasons
-for the others are:
+for the other defaults are:
   * warmup over 3 % of the steps, because early moments average few gradients;
   * no weight decay: at a rate of 2e-5, a decay of 0.1 would shrink the
     pretrained weights by a thousandth in 500 steps;
@@ -50,7 +50,8 @@ class ChatData:
     held_out: Share of the conversations to hold out for evaluation, at most
       0.5. At least one conversation is held out.
     packing: Put as many conversations into a sequence as fit; they do not
-      attend to each other. --no-packing gives each one its own sequence.
+      attend to each other. --no-packing gives each conversation its own
+      sequence.
     skip_bad: Skip rows that cannot be trained on, and print how many.
     images: With a LLaVA, the folder that image names are relative to.
   """

@@ -2,8 +2,9 @@
 """The training loop, which pretrain, finetune and vit share.
 
 If a run has several processes, all of them write checkpoints, but only the
-first one writes other files. At the end of each `with stop_on_bad_input` the
-processes wait for each other, and all of them stop if one has failed.
+first one writes other files. At the end of each `with stop_on_bad_input()`
+block, the processes wait for each other, and all of them stop if one has
+failed.
 """
 
 import contextlib
@@ -88,7 +89,7 @@ def train[Config: TrainConfig](
   signals: Signals,
   opened: contextlib.ExitStack,
 ) -> None:
-  """Trains one run until its last step; `opened` closes its files."""
+  """Trains one run to its last step; adds the files it opens to `opened`."""
   signals.is_deferred = False
   if is_received(signals):  # A signal came while an earlier run was ending.
     raise Stop(
@@ -143,7 +144,7 @@ def train[Config: TrainConfig](
     with stop_on_bad_input():
       state = pretrained.initial_state(config, optimizer, mesh)
 
-  # The programs, compiled here so that the loop only runs them.
+  # The programs. They are compiled here, so that the loop only runs them.
   say(f"{config.out}: compiling")
   started = time.monotonic()
   batch = {
@@ -160,7 +161,7 @@ def train[Config: TrainConfig](
     watcher = Watcher(config, graph, mesh, abstract, batch)
   say(f"{config.out}: compiled in {time.monotonic() - started:.0f} s")
 
-  # The folder. A new run replaces an old one only after its programs compiled.
+  # The folder. A new run replaces an old one only after all programs compiled.
   if not config.resume:
     with stop_on_bad_input():
       if processes.is_primary():
@@ -218,7 +219,7 @@ def train[Config: TrainConfig](
     if fault := in_flight.read(leave=leave):
       raise not_finite(fault)
 
-  # The loop. While devices run a step, the host reads the previous metrics.
+  # The loop. While a step runs, the host reads the previous step's metrics.
   signals.is_deferred = True
   is_stopping = False
   first = done + 1

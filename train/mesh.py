@@ -75,7 +75,7 @@ def make_mesh(
       f"mesh: {format_mesh(sizes)} is for {count} devices, got {len(devices)}; "
       f"{format_mesh(_fitting(sizes, len(devices)))} would fit"
     )
-  # Neighbours along the last axis exchange the most data, so they should be on
+  # Neighbors along the last axis exchange the most data, so they should be on
   # one host. jax.make_mesh refuses hosts that have no NVLink between them.
   order = sorted(devices, key=lambda device: (device.process_index, device.id))
   return Mesh(

@@ -75,8 +75,9 @@ class Objective(abc.ABC):
     """Computes the loss of a batch or a microbatch, f32.
 
     If `batch.shares` is None, this is the mean loss of the targets. Otherwise
-    it is the sum of their losses times their shares, so that microbatches add
-    up to the batch. In training, experts add their load-balancing loss.
+    each target's loss is multiplied by its share, and the products are summed,
+    so that the losses of microbatches add up to the loss of the batch. In
+    training, experts add their load-balancing loss.
     """
 
   def measure(self, model: Any, batch: Any) -> dict[str, jax.Array]:
@@ -109,7 +110,7 @@ class LabelledBatch(NamedTuple):
 
   images: jax.Array  # f32 [B, C, H, W].
   labels: jax.Array  # int32 [B]; -1 for rows of padding.
-  shares: jax.Array  # f32 [B]; equal for images, 0 for padding.
+  shares: jax.Array  # f32 [B]; equal for all images, 0 for rows of padding.
 
 
 class ImageClass(Objective):
@@ -144,7 +145,8 @@ class ImageBatch(NamedTuple):
   """Sequences with images."""
 
   text: Batch
-  # f32 [B, I, C, H, W], for a `VisionLanguageModel`; None if no row has images.
+  # f32 [B, images, C, H, W], with the same number of images for each row; None
+  # if no row has images.
   images: jax.Array | None
 
   @property
@@ -194,5 +196,5 @@ def objective_of(shape: Any) -> Objective:
 
 
 def trained(config: TrainConfig, tree: Tree) -> Tree:
-  """Selects a run's trained parts of a tree structured like the parameters."""
+  """Selects the parts that a run trains from a tree like its parameters."""
   return objective_of(config.model).trained(config, tree)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of the optimizer, of its codec, and of the learning rate."""
+"""The options for the optimizer, its codec, and the learning rate."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -27,7 +27,7 @@ OPTIMIZERS = {
   "coat_muon": ("eps", "second", "momentum"),
 }
 
-# The name of a codec, or package.module:function for a codec of the user.
+# The name of a codec, or package.module:function for the user's own codec.
 Codec = Annotated[
   str, tyro.conf.arg(metavar=f"{{{','.join(codecs.names())}}}|MODULE:FN")
 ]
@@ -51,8 +51,8 @@ class OptimConfig:
       if b2 is close to 1.
     group_size: How many values share a scale (and other statistics) in 8-bit
       codecs.
-    second: The format of the second moment in codec coat. factored stores the
-      means of its rows and columns, and so halves the state.
+    second: The format of the second moment in codec coat. factored stores only
+      the means of the moment's rows and columns, which halves the state.
     schedule: How the learning rate falls after the warmup.
     warmup: Number of steps in which the learning rate rises, or a share of all
       steps if below 1.
@@ -60,7 +60,7 @@ class OptimConfig:
     b1: Decay of the first moment; in coat_lion, the moment's weight in updates.
     b2: Decay of the second moment; in coat_lion, decay of the only moment.
     eps: Added to the square root of the second moment.
-    momentum: Decay of the momentum of matrices in coat_muon.
+    momentum: In coat_muon, decay of the momentum of hidden matrices.
     weight_decay: Decoupled weight decay of all parameters except norms, biases
       and embeddings.
     grad_clip: Limit for the global norm of the gradients; see clip.

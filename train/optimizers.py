@@ -36,7 +36,7 @@ def learning_rate(config: TrainConfig) -> optax.Schedule:
 def of_transformation(
   tx: optax.GradientTransformation, *, seed: ArrayLike
 ) -> FusedTransformation:
-  """Converts an optax transformation, whose state contains a `MomentState`."""
+  """Adapts an optax transformation whose state contains a `MomentState`."""
 
   def apply(grads, state, params, *, grad_scale=None):
     grads = weights.in_f32(grads)

@@ -44,7 +44,7 @@ def type_of(field: dataclasses.Field) -> Any:
 
 
 def part_of(field: dataclasses.Field, values: Any) -> type | None:
-  """Finds a field's dataclass; in a union, one with all keys of `values`."""
+  """Finds a field's dataclass; in a union, one that has all `values` keys."""
   kind = type_of(field)
   kinds = [x for x in get_args(kind) or (kind,) if dataclasses.is_dataclass(x)]
   for kind in kinds:
@@ -75,7 +75,7 @@ def check_unused(config: Any, chosen: str, taken: dict) -> None:
 
 
 def first_line(error: Exception | str, most: int = 200) -> str:
-  """Returns the first line of a message; if it is empty, the error's type."""
+  """Returns a message's first line, or the error's type if there is none."""
   lines = str(error).strip().splitlines()
   return lines[0][:most] if lines else type(error).__name__
 
@@ -96,7 +96,7 @@ def read_path(option: str, path: str | Path) -> Path:
 
 
 def read_profile(text: str) -> tuple[int, int]:
-  """Reads (steps to trace, steps before them) from `5` or `5:100`."""
+  """Parses `5` or `5:100` into (steps to trace, steps before the trace)."""
   if not text:
     return 0, 0
   count, colon, wait = text.partition(":")

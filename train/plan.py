@@ -6,7 +6,7 @@
   python -m train.plan llama2_13b --gpus 1
   python -m train.plan finetune --init-from llava-1.5-7b-hf --trained decoder
 
-Options mean the same as in `train.pretrain`, or for a LLaVA, as in
+Options mean the same as in `train.pretrain` or, for a LLaVA, in
 `train.finetune`. The table has a column for each usual way to train; the
 columns "BF16" and "FP8 linears" assume f32 weights and moments. The unit is GB
 (10^9 bytes), or MB for small models. With --gpus, the command lists the fastest
@@ -65,7 +65,8 @@ COLUMNS: dict[str, Callable[[TrainConfig], TrainConfig]] = {
   "leanest": lambda run: _lean(run, remat="fp8"),
 }
 _WITH_IMAGES = ("COAT", "COAT minimal")
-# Microbatches do not support the optimizer in the backward pass.
+# These columns run the optimizer in the backward pass, which does not support
+# microbatches.
 _NOT_IN_MICROBATCHES = ("lean", "leanest")
 
 
@@ -105,18 +106,19 @@ class PlanConfig:
     preset: The run to plan. The columns of the table differ in the recipe and
       in other options.
     hbm: Memory of each GPU, such as 80, 80GB or 74.5GiB.
-    gpus: Number of GPUs, used as mesh axis fsdp. Search for the recipe, params,
-      remat, batch and optimizer_in_backward that fit and train fastest on them.
+    gpus: Number of GPUs, all along the mesh axis fsdp. The command searches for
+      the recipe, params, remat, batch and optimizer_in_backward that fit on
+      these GPUs and train fastest.
     mesh: Devices to train on, as in train.pretrain: data=2,fsdp=4,tensor=1.
     batch: Sequences per step on all GPUs together. --gpus without --batch
       uses as many as fit, but at most the preset's batch.
     seq: Tokens per sequence.
     accumulate: Microbatches, as in train.pretrain.
     params: How weights are stored in the COAT and lean columns, as in
-      train.pretrain. With --gpus, "any" tries all choices; otherwise it is the
-      same as float32. The lean columns store bfloat16 instead of float32.
+      train.pretrain. With --gpus, "any" tries all choices; otherwise "any" is
+      the same as float32. The lean columns store bfloat16 instead of float32.
     remat: What is saved for each layer, as in train.pretrain. With --gpus,
-      "any" tries all choices; otherwise it is the same as "none".
+      "any" tries all choices; otherwise "any" is the same as "none".
     attention: The format in which layers save q, k and v, as in train.pretrain.
     experts: The format of the operands of expert matmuls in the COAT and lean
       columns, as in train.pretrain.
@@ -133,7 +135,7 @@ class PlanConfig:
     init_from: Folder of a Hugging Face checkpoint, or of a run that started
       from one. The plan uses the shape of this model, which may be a LLaVA.
     trained: Which parts of a LLaVA to train, as in train.finetune.
-    images_each: Number of images for which a sequence of a LLaVA has room.
+    images_each: Number of images that a LLaVA's sequence has room for.
       train.finetune derives this number from its data.
   """
 

@@ -29,7 +29,8 @@ from train.run.exits import exit_status
 from train.run.metrics import read_metrics
 from train.run.writing import save_errors
 
-# Smoothed losses are means of this many steps (of all if a run is shorter).
+# Smoothed losses are means of this many steps, or of all steps if a run is
+# shorter.
 _WINDOW = 20
 FORMATS = (".png", ".pdf", ".svg")
 _MOMENTS = {"mu": "first moment", "nu": "second moment"}
@@ -114,7 +115,7 @@ def _draw_differences(axes, runs: dict[str, list[dict]]) -> None:
         label = f"{name}, held out"
         axes.plot(steps, losses, "o", color=color, label=label)
         continue
-      # The noise of steps exceeds the differences, so average over more steps.
+      # Noise between steps exceeds the differences, so average over more steps.
       window = max(min(_WINDOW, len(losses)), len(losses) // 10)
       label = f"{name}, mean of {window}"
       axes.plot(*_smoothed(steps, losses, window), color=color, label=label)

@@ -58,7 +58,7 @@ def demo_gpu() -> TrainConfig:
 
 
 def demo_moe() -> TrainConfig:
-  """The demo with a mixture of 8 experts; each token is sent to 2."""
+  """The demo with a mixture of 8 experts; each token is sent to 2 of them."""
   model = dataclasses.replace(
     demo().model,
     family="qwen3_moe",
@@ -150,7 +150,7 @@ def llama_30b() -> TrainConfig:
 
 
 def llama3_8b() -> TrainConfig:
-  """arXiv:2407.21783, table 3; 15 trillion tokens; the batch stays the same."""
+  """arXiv:2407.21783, table 3; 15 trillion tokens; the batch does not grow."""
   model = _llama(
     32, 4096, 14336, 32, num_kv_heads=8, vocab_size=128256, rope_theta=5e5
   )
@@ -169,7 +169,7 @@ def gemma2_2b() -> TrainConfig:
 
 
 def gemma2_9b() -> TrainConfig:
-  """arXiv:2408.00118, table 1; 8 trillion tokens. Otherwise as gemma2_2b."""
+  """arXiv:2408.00118, table 1; 8 trillion tokens. Otherwise like gemma2_2b."""
   model = _gemma2(42, 3584, 14336, 16)
   optim = OptimConfig(lr=3e-4, min_lr_ratio=0.1)
   return _run("gemma2_9b", model, optim, steps=1_907_000, batch=512, seq=8192)

@@ -2,7 +2,7 @@
 """Trains a language model, from random weights or from a checkpoint.
 
   python -m train.pretrain PRESET [options]      PRESET --help shows the options
-  python -m train.pretrain demo --compare bf16   `make train` without a GPU
+  python -m train.pretrain demo --compare bf16   `make train` on a CPU
 
 `train/__init__.py` lists the files that your own training program needs.
 docs/training.md lists the exit statuses.
@@ -43,8 +43,8 @@ def _for_optimizer(
   words: Sequence[str],
 ) -> Callable[[TrainConfig], TrainConfig]:
   """Returns a function that adapts presets to the command line's optimizer."""
-  # A preset may set options that this optimizer does not accept. Reset them, or
-  # the user would get an error about options that were not passed.
+  # A preset may set options that this optimizer does not accept. Reset these
+  # options, or the user would get errors about options that were not passed.
   parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
   parser.add_argument("--optim.optimizer", dest="optimizer", nargs="?")
   optimizer = parser.parse_known_args(words)[0].optimizer

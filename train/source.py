@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the model of a run or of a Hugging Face folder.
 
-The model is read onto one device and uses the `bf16` recipe. With most FP8
-recipes, all tokens of a matmul share one scale, so the prediction for a text
-depends on the other texts in its batch.
+The model is read onto one device. It uses the `bf16` recipe, because with most
+FP8 recipes all tokens of a matmul share one scale. The prediction for a text
+would then depend on the other texts in its batch.
 """
 
 import dataclasses
@@ -160,8 +160,9 @@ def _text_of_run(
   run: RunDirectory, config: TrainConfig, done: int, tokenizer: str | None
 ) -> Text:
   """Opens the tokenizer of a run's data, or of the initial checkpoint."""
-  # If `tokenizer` is None, conversations and token ids use the tokenizer in
-  # `run.source`. At step 0, so does text, if the data's options name none.
+  # If `tokenizer` is None, runs on conversations or token ids use the tokenizer
+  # in `run.source`. Runs on text use it only at step 0, and only if the data's
+  # options name no tokenizer.
   data = config.data
   if isinstance(data, DataConfig):
     is_kept = data.dtype != "text" or (not done and data.tokenizer is None)

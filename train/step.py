@@ -72,7 +72,7 @@ class StepMetrics(NamedTuple):
   loss: jax.Array  # f32, `Objective.loss` of the batch, in nats per target.
   grad_norm: jax.Array  # f32, global norm of the gradients before clipping.
   lr: jax.Array  # f32, learning rate of the update.
-  is_finite: jax.Array  # bool [leaves], for gradients in `leaf_names` order.
+  is_finite: jax.Array  # bool [leaves], one per gradient in `leaf_names` order.
   # int32, the number of targets in the loss; None if all positions are targets.
   targets: jax.Array | None = None
   # f32, the share of the input that is padding; None if rows have no padding.
@@ -82,7 +82,7 @@ class StepMetrics(NamedTuple):
 class Evaluation(NamedTuple):
   """Metrics of a held-out batch."""
 
-  loss: jax.Array  # f32, mean loss of its targets, in nats.
+  loss: jax.Array  # f32, mean loss of the batch's targets, in nats.
   targets: jax.Array | None  # As in `StepMetrics`.
   # f32, the share of correct predictions, if the objective measures it.
   accuracy: jax.Array | None = None

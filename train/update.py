@@ -118,7 +118,8 @@ def _mean_gradients(config, graph, mesh, params, batch):
   @jax.value_and_grad
   def share_of(own, batch):
     loss = objective.loss(nnx.merge(graph, params | own, cache), batch)
-    # With `shares`, which add up to 1 over the batch, losses just add up.
+    # With `shares`, which add up to 1 over the batch, the microbatches' losses
+    # just add up.
     return loss / config.accumulate if batch.shares is None else loss
 
   own = trained(config, params)
@@ -153,7 +154,7 @@ def microbatches[Each](batch: Each, accumulate: int) -> Each:
 
 
 def with_cache(model: Any) -> tuple[nnx.GraphDef, nnx.State]:
-  """Fills the weight caches; returns the graph and all state but weights."""
+  """Fills weight caches; returns the graph and all state except weights."""
   graph, _, cache = nnx.split(with_weight_cache(model), nnx.Param, ...)
   return graph, cache
 

@@ -26,8 +26,8 @@ class ImageData:
       `train` and `test` (or `val`), which each have one folder per class; see
       `train.data.labelled`.
     held_out: Share of each class's images to hold out for evaluation: at most
-      a half, and at least one image. It applies only without a folder of
-      held-out images.
+      half of the images, but at least one. The share is used only if there is
+      no folder of held-out images.
   """
 
   folder: Annotated[str, shown("required", name="data", metavar="FOLDER")] = ""
@@ -51,7 +51,7 @@ class VitConfig(TrainConfig):
 
   model: VisionConfig = fixed()  # pyright: ignore[reportIncompatibleVariableOverride]
   data: OmitArgPrefixes[ImageData] = silent(ImageData())  # pyright: ignore[reportIncompatibleVariableOverride]
-  # Derived from the model.
+  # `seq` is derived from the model.
   seq: Suppress[Fixed[Count]] = fixed(1)
   # Image classifiers do not support the next three options.
   init_from: Suppress[Fixed[str]] = silent("")

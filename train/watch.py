@@ -25,8 +25,9 @@ that AdamW updates. Only codec coat has powers. A forward pass takes a third of
 a step's time, so `--watch 100` costs 0.3 % of the time.
 
 After three probes, each value is compared with its median over up to ten
-earlier probes. For each broken rule in `RULES`, the run prints a line. If
-the value exists for each layer, the line names the worst layer.
+earlier probes. `RULES` sets limits relative to these medians, and the run
+prints a line for each value beyond its limit. If there is a value for each
+layer, the line names the worst layer.
 """
 
 import statistics
@@ -58,7 +59,7 @@ Found = dict[str, list[float | None]]
 
 
 class Rule(NamedTuple):
-  """The limit of a value: `factor` * median + `plus`."""
+  """The limit for a value: `factor` * median + `plus`."""
 
   text: str  # The printed explanation.
   factor: float = 1.0  # If below 1, the limit is a lower bound.
@@ -85,7 +86,7 @@ RULES = {
   "nu_power": Rule("groups span a wider range", factor=0.5),
   "grad_norm": Rule("the loss may spike", factor=4),
 }
-# Compare with up to `_COMPARED` earlier probes, and with at least `_FEWEST`.
+# Compare with the last `_COMPARED` probes, once there are at least `_FEWEST`.
 _COMPARED, _FEWEST = 10, 3
 
 
@@ -206,7 +207,7 @@ class Watcher:
 
 
 def _numbers(values: Any) -> list[float | None]:
-  """Rounds to six digits; replaces inf and NaN, which JSON lacks, by None."""
+  """Rounds to six digits; replaces inf and NaN, which JSON lacks, with None."""
   return [float(f"{x:.6g}") if np.isfinite(x) else None for x in values]
 
 

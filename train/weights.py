@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Converts weights between f32, bf16, and bf16 plus a low byte.
 
-`TrainConfig.params` selects the format of matrices and embeddings. The scales
-of norms and all biases are always f32. Layers read only the bf16 parts, so the
-low bytes are stored in the optimizer's state (`LowBitsState`).
+`TrainConfig.params` selects the format of matrices and embeddings. Norm weights
+and all biases are always f32. Layers read only the bf16 parts, so the low bytes
+are stored in the optimizer's state (`LowBitsState`).
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ Stored = Literal["float32", "bfloat16", "bfloat16_low8"]
 def high_of(stored: Stored) -> Callable[[str, jax.Array], jax.Array]:
   """Builds a function of (path, f32 array) that returns the stored parameter.
 
-  With bfloat16_low8 it returns the bf16 part; `low_of` returns the low bytes.
+  With bfloat16_low8, this is the bf16 part; `low_of` returns the low bytes.
   """
 
   def high(path, x):
@@ -57,7 +57,7 @@ def store(stored: Stored, params: Any) -> tuple[Any, Any]:
 
 
 def load(params: Any, low: Any) -> Any:
-  """Converts stored weights to f32: inverse of `store`, up to rounding."""
+  """Converts stored weights to f32; inverts `store`, except for rounding."""
   if low is None:
     return in_f32(params)
   own = {name: params[name] for name in low}

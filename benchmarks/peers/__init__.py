@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures other libraries in the same way as this project is measured."""
+"""Measures other libraries in the same way as `benchmarks` measures ours."""

@@ -7,9 +7,9 @@ For each recipe (BF16, torchao's tensorwise and rowwise FP8), the command prints
 two JSON rows, `peers.layer`: one for the forward pass, and one for the forward
 and backward pass (gradients of weights and input). The data is random, and the
 layer is compiled with torch.compile. `saved_units` is the size of the memory
-that the forward pass leaves allocated, without the output, divided by the size
-of the layer's input in BF16. `benchmarks.layer` measures the same layer in this
-project.
+that the forward pass leaves allocated, not counting the output, divided by the
+size of the layer's input in BF16. `benchmarks.layer` measures the same layer in
+this project.
 """
 
 import argparse

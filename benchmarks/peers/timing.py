@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times PyTorch calls on a GPU and prints rows like `benchmarks.harness`.
+"""Times PyTorch calls on a GPU and prints rows as `benchmarks.harness` does.
 
 This file imports torch but not jax, so that only torch allocates GPU memory.
 """

@@ -2,10 +2,10 @@
 """Codecs, which store an optimizer's moments between steps.
 
 A codec encodes f32 values as codes of the same shape, plus at most two
-statistics per group of `group_size` values along the last axis, and decodes
-them. The functions below return a `MomentCodec`: one group codec for the first
-moment (signed) and one for the second (never negative). The last column is for
-both moments, with groups of 128:
+statistics per group of `group_size` values along the last axis. It also decodes
+these to f32. The functions below return a `MomentCodec`: one group codec for
+the first moment (signed) and one for the second (never negative). The last
+column is the total for both moments, with groups of 128:
 
   codec      code                  statistics per group          bytes/param
   coat       E4M3 of a power of x  amax f32, power uint8         2.08
@@ -28,7 +28,7 @@ be rounded again and the moments would drift.
 Why stochastic rounding: with b2 = 0.999 a step changes v by about 0.1 %, but
 the next E4M3 value is 6 to 12.5 % away. Rounding to nearest would leave v
 unchanged. We round up with probability (x - lower) / (upper - lower), where
-lower and upper are the *decoded* neighbours. So E[decode(encode(x))] = x.
+lower and upper are the *decoded* neighbors. So E[decode(encode(x))] = x.
 
 If a group contains a NaN or an infinity, the whole group decodes to NaN; other
 groups are unaffected. Codecs with groups treat magnitudes below 2^-126 as zero.

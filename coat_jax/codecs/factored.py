@@ -13,12 +13,12 @@ from coat_jax.codecs.group import Encoded, Plain, divided
 from coat_jax.numerics.qtensor import join_groups, split_groups
 
 TILE_COLUMNS = 128
-# If there are several tiles along rows, each has at least the first number of
-# rows, and a multiple of the second, which kernels need.
+# If the rows are split into several tiles, each tile has at least `_LEAST_ROWS`
+# rows, and a multiple of `_ROW_MULTIPLE` rows, which kernels need.
 _LEAST_ROWS, _ROW_MULTIPLE = 192, 8
-# A leaf is factored only if its rows and its columns are at least this long.
+# A leaf is factored only if it has at least this many rows and columns.
 _SHORTEST = 8
-# Layers may be stacked along the first of three or more axes if it is shorter.
+# The first of three or more axes counts as layers if it is shorter than this.
 _MOST_LAYERS = 128
 _PLAIN = Plain("float32")
 _LARGEST = float(jnp.finfo(jnp.float32).max)
@@ -29,25 +29,26 @@ class Factored:
   """Stores v [..., n] as f32 means of the rows and columns of tiles.
 
   In a tile, v[i, j] decodes to rows[i] columns[j] / mean(columns), which is
-  exact if the tile has rank one. Columns are along the last axis, and rows
-  along the longest other one. Of three or more axes, the first counts only if
-  it has at least 128 values, because layers may be stacked along a shorter one.
+  exact if the tile has rank one. The last axis is the axis of columns, and the
+  longest other axis is the axis of rows. If there are three or more axes, the
+  first can be the axis of rows only if it has at least 128 entries, because a
+  shorter first axis may be a stack of layers.
 
   A tile has 128 columns, or fewer at the end of a row. The number of tiles
-  along rows is a power of two, so that devices rarely split a tile. It is the
-  largest one for which tiles have equally many rows, at least 192 and a
-  multiple of 8, or else 1.
+  along the rows is a power of two, so that devices rarely split a tile: the
+  largest power for which all tiles have the same number of rows, which must be
+  at least 192 and a multiple of 8. If there is none, there is one tile.
 
-  `Encoded.amax` contains the means of each row of a tile, [..., R, ...,
-  ceil(n / 128)], and `range` those of each column, [..., tiles, ..., n].
-  `codes` is a scalar zero. Leaves without two such axes of at least 8 are
-  stored by `Plain` in f32.
+  `Encoded.amax` contains the mean of each row of each tile, [..., R, ...,
+  ceil(n / 128)] for R rows; `range` contains the mean of each column of each
+  tile, [..., tiles, ..., n]. `codes` is a scalar zero. A leaf with one axis, or
+  with fewer than 8 rows or columns, is stored by `Plain` in f32.
 
   Encoding the decoded v gives the same means again, up to f32 rounding. So
-  errors of averages do not accumulate over steps. Those of maxima do, as of the
-  `nu_max` of AMSGrad. A NaN makes the whole tile NaN.
+  errors do not accumulate over steps if v is an average. They do accumulate if
+  v is a maximum, such as `nu_max` in AMSGrad. A NaN makes the whole tile NaN.
 
-  Source: arXiv:1804.04235, section 3, for each tile.
+  Source: arXiv:1804.04235, section 3, applied to each tile.
   """
 
   @property
@@ -78,14 +79,14 @@ class Factored:
 
 
 def factors(encoded: Encoded) -> tuple[Array, Array]:
-  """Returns means of rows, and of columns divided by their tile's mean."""
+  """Returns the means of rows, and column means divided by the tile's mean."""
   _, rows, columns = encoded
   mean = _spread_over_columns(_means_of_rows(columns), columns.shape[-1])
   return rows, divided(columns, mean)
 
 
 def spread_over_rows(columns: Array, row: int, n: int) -> Array:
-  """Repeats values of columns along the axis of rows, which gets n values."""
+  """Repeats each column's values along the axis of rows, to length n."""
   before, after = columns.shape[:row], columns.shape[row + 1 :]
   tiles = columns.shape[row]
   x = jnp.expand_dims(columns, row + 1)
@@ -94,7 +95,7 @@ def spread_over_rows(columns: Array, row: int, n: int) -> Array:
 
 
 def product(rows: Array, columns: Array) -> Array:
-  """Multiplies `factors`; the largest f32 replaces infinity."""
+  """Multiplies the results of `factors`; clips to the largest finite f32."""
   return jnp.minimum(rows * columns, _LARGEST)
 
 
@@ -110,14 +111,14 @@ def means(x: Array, row: int, tiles: int) -> tuple[Array, Array]:
 
 
 def shape_of(rows: Any, columns: Any) -> tuple[int, ...]:
-  """Returns the shape of a leaf, given arrays with its means."""
+  """Returns the shape of a leaf, given the arrays of its means."""
   return tuple(map(max, rows.shape, columns.shape))
 
 
 def row_of(rows: Any, columns: Any) -> int:
-  """Returns the axis of rows of a leaf, given arrays with its means.
+  """Returns a leaf's axis of rows, given the arrays of its means.
 
-  `row_axis` might return another one for a device's shard of the leaf.
+  `row_axis` might return a different axis for a device's shard of the leaf.
   """
   pairs = zip(rows.shape[:-1], columns.shape, strict=False)
   return next(i for i, (n, tiles) in enumerate(pairs) if n != tiles)
@@ -154,6 +155,6 @@ def _means_of_rows(x: Array) -> Array:
 
 
 def _spread_over_columns(rows: Array, n: int) -> Array:
-  """Repeats values of rows along the last axis, which gets n values."""
+  """Repeats each row's values along the last axis, to length n."""
   shape = *rows.shape, TILE_COLUMNS
   return join_groups(jnp.broadcast_to(rows[..., None], shape), n)

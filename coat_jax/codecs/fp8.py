@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Moment codecs with FP8 codes, with and without dynamic range expansion.
 
-"The reference" in this file is the code of COAT's authors.
+In this file, "the reference" is the code of COAT's authors.
 """
 
 import abc
@@ -138,7 +138,7 @@ class ExpandedFP8(_FP8):
     """Maps y to t by the groups' 1/k."""
     # jnp.power is accurate to the last bit, whereas exp2(log2(y) / k) can be
     # off by more than 100 ulps. If the terms of the next moment nearly cancel,
-    # such an error can change its amin, and so its k.
+    # such an error can change the group's next amin, and thus its k.
     return jnp.power(y * (1 / qmax(self.dtype)), root)
 
 

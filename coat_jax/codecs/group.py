@@ -35,8 +35,9 @@ class Encoded(NamedTuple):
       int4 values in a byte. `Plain` stores the values themselves.
     amax: [..., ceil(n / group_size)], each group's upper bound: its largest
       magnitude in f32, or the biased exponent of a power of two in uint8.
-    range: uint8 of the same shape, how far each group extends below `amax`: the
-      power k in sixteenths, or the biased exponent of the lower bound.
+    range: uint8 of the shape of `amax`; determines how far each group extends
+      below `amax`: the power k in sixteenths, or the biased exponent of the
+      lower bound.
   """
 
   codes: Array
@@ -99,9 +100,9 @@ class Grouped(abc.ABC):
   """Base class of group codecs, such as those in `fp8` and `integers`.
 
   A subclass computes `_statistics`, encodes magnitudes (`_codes`) and decodes
-  codes (`_values`). These get magnitudes and codes [..., groups, group_size]
-  and statistics [..., groups, 1]. This class splits rows into groups, and adds
-  signs to codes of signed dtypes.
+  codes (`_values`). These methods get magnitudes and codes [..., groups,
+  group_size] and statistics [..., groups, 1]. This class splits rows into
+  groups, and adds signs to codes of signed dtypes.
 
   Attributes:
     group_size: number of values along the last axis that share statistics.
@@ -222,8 +223,9 @@ def share(magnitude: Array, bound: Array) -> Array:
 
 
 def divided(x: Array, by: Array) -> Array:
-  """Divides f32 arrays that are not negative; if `by` is subnormal, by 1."""
-  # A GPU may not flush subnormals to zero, and 1 / by would be infinite.
+  """Divides non-negative f32 arrays; a `by` below 2^-126 counts as 1."""
+  # Replacing only 0 would not suffice: a GPU may keep a subnormal `by`, and
+  # 1 / by would be infinite.
   by = jnp.where(by < SMALLEST_NORMAL, 1.0, by)
   # XLA multiplies by 1 / by. If `by` is above 2^126, this factor is subnormal
   # and may be flushed to zero, so we first scale both numbers down by a power
@@ -240,7 +242,7 @@ def finite_amax(magnitude: Array) -> Array:
   """
   # A maximum of floats may drop a NaN. So take the maximum of the bits, which
   # are ordered like the magnitudes, with NaN above infinity. The mask clears
-  # the sign of a NaN, which may be set: XLA removes the abs() of a square.
+  # the sign of a NaN, which may be set because XLA removes abs() of a square.
   bits = jax.lax.bitcast_convert_type(magnitude, jnp.int32) & 0x7FFFFFFF
   amax = jnp.max(bits, axis=-1)
   amax = jax.lax.bitcast_convert_type(amax, jnp.float32)

@@ -106,7 +106,7 @@ class LinearInt8(_Integer):
       level = jnp.round(y)
     else:
       level = jnp.floor(y)
-      # All steps are equal, so there is no need to decode the neighbours.
+      # All steps are equal, so there is no need to decode the neighbors.
       level = level + (y - level > noise)
     # Integers have no NaN; the group's amax is NaN instead.
     level = jnp.where(jnp.isnan(level), 0, level)

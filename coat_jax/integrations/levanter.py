@@ -2,7 +2,7 @@
 """Adds `optimizer.type: coat` to Levanter's configuration.
 
 Importing this module registers `CoatConfig`. Levanter's commands do not import
-it, so start them through this module:
+this module, so start them through it:
 
   python -m coat_jax.integrations.levanter levanter.main.train_lm \
     --config_path config.yaml --optimizer.type coat
@@ -64,13 +64,13 @@ class CoatConfig(OptimizerConfig):
         return named
       return optax.chain(optax.clip_by_global_norm(self.max_grad_norm), named)
 
-    # Levanter logs the learning rate that it finds in this state.
+    # Levanter logs the learning rate in the state of `inject_hyperparams`.
     schedule = self.lr_scheduler(num_train_steps)
     return optax.inject_hyperparams(make)(learning_rate=schedule)
 
 
 def _fit_axes(state: Any) -> Any:
-  """Renames axes of a state that devices cannot split evenly.
+  """Renames those axes of a state's arrays that devices cannot split evenly.
 
   haliax copies the names of a parameter's axes to its moments. But axes of
   `amax` and `range` may be shorter: in most codecs, the last axis has one entry

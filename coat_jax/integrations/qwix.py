@@ -100,8 +100,8 @@ def _contracted(
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
   """Returns the axes of x and w that an einsum like "btd,dnh->btnh" contracts.
 
-  Returns None unless the einsum multiplies x by a weight w, and its result has
-  the uncontracted axes of x, then those of w.
+  Returns None unless the einsum multiplies x by a weight w, and the result's
+  axes are the uncontracted axes of x, followed by those of w.
   """
   if len(operands) != 2 or not isinstance(subscripts, str):
     return None

@@ -101,7 +101,7 @@ class Attention(RecipeModule):
         window for each kind of layer, and pass `kind` to each call.
       soft_cap: scores become soft_cap * tanh(scores / soft_cap); None leaves
         them unchanged.
-      query_scale: q k^T is multiplied by it; None for 1 / sqrt(H).
+      query_scale: the factor of q k^T; None for 1 / sqrt(H).
       rope_theta: base of RoPE's frequencies; None for no RoPE; or a tuple with
         one entry for each kind of layer.
       rope_scaling: how frequencies change for longer sequences, such as

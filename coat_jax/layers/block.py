@@ -12,13 +12,13 @@ middle's backward pass writes h's gradient as an operand.
 
 A block saves what its front (`layers.front`) and its middle save, and the scale
 of the second weight if `multiply` returns it. If the back has a norm, that norm
-reads z as 1 x G FP8 values. The block saves these values and the norm's
-statistics, and gradients pass straight through the rounding of z.
+reads z rounded to FP8, in 1 x G groups. The block saves these values and the
+norm's statistics, and gradients pass straight through the rounding of z.
 
-On a mesh the front is column-parallel and the back row-parallel over the tensor
-axis. Between them each device holds a shard of the columns for whole sequences.
-The back's partial sums are reduce-scattered over positions, so the norms of x
-and z read whole rows of a device's own tokens.
+On a mesh, the front is column-parallel and the back is row-parallel, over the
+tensor axis. In the middle, each device has whole sequences and a shard of the
+columns. The back's partial sums are reduce-scattered over positions, so the
+norms of x and z read whole rows of a device's own tokens.
 """
 
 from typing import Any, NamedTuple

@@ -42,7 +42,7 @@ class NormLinearOptions(TypedDict, total=False):
       default.
     kernel_init: initializer of the kernel, called with a matrix shape [D, F];
       by default the initializer of `nnx.Linear`. `MoE` calls it with a shape
-      that starts with the number of experts, and has another default.
+      that starts with the number of experts, and has a different default.
     kernel_metadata: metadata of the kernel, such as `out_sharding`.
     bias_init, bias_metadata: initializer and metadata of the bias that is added
       after the matmul; not accepted by `MoE`, which has none.
@@ -96,8 +96,8 @@ class BlockOptions(NormLinearOptions, total=False):
   out_bias_metadata: Metadata
 
 
-# Defaults of the options that blocks read, and of options whose defaults differ
-# from the defaults of norms or linear layers.
+# Defaults of the options that blocks themselves read, and of options for which
+# norms or linear layers have a different default.
 _DEFAULTS: dict[str, Any] = dict(
   recipe=None,
   norm="rms",
@@ -165,7 +165,7 @@ class Parts(types.SimpleNamespace):
     return make_norm(kind, num_features, **self._named(_NORM))
 
   def make_front(self, in_features: int, out_features: Any) -> Linear:
-    """Makes the first linear layer; `out_features` is (2, F) with a gate."""
+    """Makes the first linear layer; `out_features` is (2, F) for a gate."""
     options = self._named(_FRONT)
     if isinstance(out_features, tuple):
       options = stack_options(options)

@@ -39,8 +39,8 @@ class ConversionReport:
 
   Attributes:
     replaced: maps the path of each replaced module or block to its new class.
-    left: for each module that was not replaced, maps its path to the reason.
-      Lists only modules that hold variables directly, or are named in `blocks`.
+    left: maps the path of each module that was not replaced to the reason. It
+      lists only modules that hold variables directly or are named in `blocks`.
     matmuls_only: classes whose linear layers were replaced one by one. The
       activations between these layers are saved as before.
     saved_before, saved_after: bytes that the model saves for its backward pass,
@@ -202,7 +202,7 @@ class _Converter:
     return self._new[id(copies[-1][1])][1]
 
   def _replace_children(self, path: tuple, node: Any) -> None:
-    """Replaces a node's children, also in containers, by converted ones."""
+    """Replaces a node's children, even in containers, with converted ones."""
     for key, value in list(vars(node).items()):
       leaves, tree = jax.tree.flatten(value, is_leaf=_is_leaf)
       if key.startswith("_pytree__") or not any(map(is_node, leaves)):

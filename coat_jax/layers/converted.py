@@ -2,9 +2,9 @@
 """Makes FP8 layers and blocks from a user's modules, with their parameters.
 
 `convert_layer` makes an FP8 layer with the options of a Flax layer. For a
-user's own module, `fuse` looks for a block with the same output for random
-parameters and tokens, in f32. It tries all orders of the linear layers, all
-activations, and blocks with and without a gate and the residual add.
+user's own module, `fuse` looks for a block that computes the same output from
+random parameters and tokens in f32. It tries all orders of the linear layers,
+all activations, and blocks with and without a gate and the residual add.
 """
 
 import dataclasses
@@ -47,8 +47,8 @@ _PARAMETERS = ("kernel", "scale", "bias")
 _IGNORED = {"self", "rngs", "use_fast_variance"}
 
 BLOCKS = (MLP, NormLinear)
-# With sums of up to 10,000 f32 products, another order of addition changes the
-# output by a relative 1e-6. The most similar activations, "gelu" and
+# In sums of up to 10,000 f32 products, a different order of addition causes a
+# relative difference of 1e-6. The most similar activations, "gelu" and
 # "gelu_tanh", differ by 1e-4.
 _TOLERANCE = 1e-5
 _TOKENS = 8

@@ -66,7 +66,7 @@ class SavedArrays:
     self._of_inputs = self._reached_from(self.jaxpr.invars[count:])
 
   def variables(self) -> list[Any]:
-    """Returns a variable of each distinct saved array, except parameters."""
+    """Returns one variable for each distinct saved array, except parameters."""
     kept: dict[Any, Any] = {}
     for var in self.jaxpr.outvars:
       if isinstance(var, Var) and not self._is_parameter(var):

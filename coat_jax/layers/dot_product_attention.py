@@ -83,7 +83,7 @@ def attend_backward(
 
 
 def _of_kind(run: Callable, kinds: Kinds, inputs: AttentionInputs) -> Callable:
-  """Binds `run` to the layer's kind; a tuple of kinds needs a switch."""
+  """Binds `run` to the layer's kind, using a switch if there are several."""
   if isinstance(kinds, AttentionKind):
     return functools.partial(run, kind=kinds)
   branches = [functools.partial(run, kind=each) for each in kinds]

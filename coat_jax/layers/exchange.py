@@ -14,8 +14,8 @@ The receive buffer has R = n T k rows, which suffices even if all tokens choose
 experts of one device. Unused rows at the end are zero.
 
 TPUs and supported GPUs send only actual rows (`lax.ragged_all_to_all`). XLA
-cannot do this on other devices, such as CPUs: there each device sends T k rows,
-padded with zeros, to each device (`lax.all_to_all`).
+cannot do this on other devices, such as CPUs. There, each device sends T k
+rows, padded with zeros, to each device (`lax.all_to_all`).
 """
 
 import dataclasses

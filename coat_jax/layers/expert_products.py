@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grouped matmuls of a mixture of experts, in BF16 or FP8.
 
-An `Operand` is multiplied in FP8, an array in its dtype. In an FP8 matmul, all
-rows of tokens or gradients share a scale, and each expert's weight has a
-separate scale. The forward pass saves its scales, and the backward pass
-quantizes with them again. If codes of weights are cached, neither pass
-quantizes the weights.
+Operands (`Operand`) are multiplied in FP8, and plain arrays in their own dtype.
+In an FP8 matmul, all rows of tokens or gradients share a scale, and each
+expert's weight has a separate scale. The forward pass saves its scales, and the
+backward pass quantizes with the same scales. If codes of weights are cached,
+neither pass quantizes the weights.
 """
 
 import functools
@@ -94,8 +94,9 @@ def multiply_rows(
 ) -> tuple[Array, Operand | None]:
   """Multiplies rows by their experts' w [E, D, *F].
 
-  `cache` comes from `cache_experts`. In FP8 without a cache, also returns the
-  scales of w, which can serve as the next cache; otherwise None.
+  `cache` comes from `cache_experts`. If x is in FP8 and there is no cache, the
+  second result has w's scales, and can be passed as `cache` later. Otherwise it
+  is None.
   """
   how = recipe.implementation
   if isinstance(x, Operand):
@@ -136,10 +137,10 @@ def weight_gradient(
   rows: Rows,
   recipe: CoatRecipe,
 ) -> Array:
-  """Computes x^T g for each expert; on a mesh, a device's shard of it."""
+  """Computes x^T g for each expert; on a mesh, returns the device's shard."""
   axes = recipe.axes
-  # XLA reduce-scatters along the outermost dimension in memory. For another
-  # dimension, it would first copy all of dw.
+  # XLA reduce-scatters along the outermost dimension in memory. To scatter
+  # along a different dimension, it would first copy all of dw.
   is_scattered = axes is not None and size_of(axes.fsdp) > 1
   op = ops.grouped_wgrad
   if isinstance(x, Operand) and isinstance(g, Operand):
@@ -158,14 +159,14 @@ def weight_gradient(
   )
   dw = reduce_gradient(dw, axes, has_columns=True, is_of_experts=True)
   if is_scattered:
-    # Otherwise XLA would transpose the stacked gradients of all layers at once.
+    # Without this layout, XLA would transpose all layers' stacked gradients.
     dw = jnp.moveaxis(dw, 0, 1)
     dw = with_layout_constraint(dw, Layout((0, 1, 2)))
   return cotangent(dw, w)
 
 
 def _in_columns(x: Operand, recipe: CoatRecipe) -> Operand:
-  """Returns an operand with columns; transposes its rows if it has none."""
+  """Returns an operand in column layout; transposes its rows if necessary."""
   if x.columns is not None:
     return x
   assert x.rows is not None
@@ -183,7 +184,7 @@ def _weight(w: Array, dtype: DTypeLike, recipe: CoatRecipe) -> Array:
 def _weight_codes(
   w: Array, layout: ops.Layout, cache: Operand | None, recipe: CoatRecipe
 ) -> Operand:
-  """Returns one layout of all rows of w [E, D, *F], quantized or cached."""
+  """Returns the codes of all rows of w [E, D, *F] in one layout."""
   if cache is None or cache.rows is None:
     scale = None if cache is None else scale_of(cache)
     codes = _quantized(w.reshape(*w.shape[:2], -1), scale, recipe)

@@ -7,31 +7,33 @@
   back     z --matmul, summed over a token's copies--> + x (`add_input`)
 
 The matmuls of front and back are grouped. They run in x's dtype (BF16) or, with
-recipe.experts="fp8", in FP8. The forward pass saves x and, for each of a
-token's k copies, gate and up, all in 1 x G FP8. It also saves the index of each
-copy's expert in 4 bytes. The backward pass recomputes the rest.
-recipe.residuals has no effect.
+recipe.experts="fp8", in FP8. The forward pass saves x, and the gate and up of
+each of a token's k copies, all of them in FP8, in 1 x G groups. It also saves
+the index of each copy's expert in 4 bytes. The backward pass recomputes the
+rest. recipe.residuals has no effect.
 
 p is a factor of z [T k, F], not of the expert's output [T k, D]. The gradient
 of z, dz = dout w_down^T, then also yields the gradient of p,
-dp = dz . (silu(gate) up), so the expert's output is not saved or recomputed.
+dp = dz . (silu(gate) up), so the expert's output is neither saved nor
+recomputed.
 
-On a mesh the rows of weights are split over fsdp, and gathered in BF16 or FP8
-before use. The dimension F is split over tensor. A device computes its shard of
-F for all positions of its sequences, and partial sums are reduce-scattered.
+On a mesh, the rows of weights are split over the fsdp axis, and gathered in
+BF16 or FP8 before use. The dimension F is split over the tensor axis. A device
+computes its shard of F for all positions of its sequences, and partial sums are
+reduce-scattered.
 
 With a mesh axis `expert` of n devices, each device holds E / n experts, and
 devices exchange rows (`layers.exchange`) in formats that need no further
 rounding:
 
-  tokens, in both passes          codes of x in 1 x G FP8, which the receiver
-                                  normalizes; with FP8 experts, codes of y
+  tokens, in both passes          FP8 codes of x, which the receiver dequantizes
+                                  and normalizes; with FP8 experts, codes of y
   gradients of outputs            BF16; with FP8 experts, E5M2 codes
   outputs, gradients of tokens    BF16; a token's k rows are summed in f32
 
 The buffers of received rows are large and therefore not saved. The backward
-pass receives the tokens again, which the weights' gradients need anyway, and
-recomputes gate and up.
+pass receives the tokens again, because the weights' gradients need them anyway,
+and recomputes gate and up.
 """
 
 from typing import Any, NamedTuple
@@ -167,8 +169,8 @@ def _bwd(static, recipe, inputs, saved, cotangents):
   (w,), (g, dstats) = inputs, cotangents
   axes, dtype = recipe.axes, g.dtype
   if expert_size(axes) > 1:
-    # If layers are not scanned, XLA would keep the forward pass's buffers of
-    # received rows without this barrier.
+    # If layers are not scanned, this barrier prevents XLA from keeping the
+    # buffers of rows that the forward pass received.
     saved, g = jax.lax.optimization_barrier((saved, g))
   x_q, experts, parts, scales = saved
   own_y, norm_stats = _normed(x_q, w, static, dtype)
@@ -255,7 +257,7 @@ experts_rule = rule(_fwd, _bwd, moe_specs, reads=(1,), result_spec=moe_types)
 
 
 def _normed(x_q, w, static, dtype):
-  """Dequantizes x and applies the norm, if any; also returns its statistics."""
+  """Dequantizes and normalizes x; also returns norm statistics, or None."""
   values = x_q.dequantize()
   if static.kind is None:
     return values.astype(dtype), None
@@ -277,7 +279,7 @@ def _input_rows(x_q, rows, w, static, recipe, dtype, scale=None):
 
 
 def _gate_and_up(h, rows, recipe, p=None) -> tuple[tuple[QTensor, ...], Any]:
-  """Quantizes rows of gate and up, to [..., k, F]; also returns z's scale."""
+  """Returns quantized gate and up, each [..., k, F], and the scale of z."""
   first, *others = rows.shape
   # After an exchange there are n T k rows instead of T k.
   shape = first * expert_size(recipe.axes), *others

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A matmul and the norm before it: a linear layer, or the front of a block.
 
-The norm reads 1 x G FP8 values and writes the E4M3 operand of the matmul,
-without a BF16 array in between. It saves its statistics, and its input in 1 x G
-FP8. With residuals="coat" it also saves this operand, as the reference
-implementation does; with "minimal" the backward pass recomputes the operand.
-Without a norm, the operand is saved. Weights are quantized in both passes,
-unless their codes are cached.
+The norm reads FP8 values in 1 x G groups, and writes the matmul's E4M3 operand
+without a BF16 array in between. It saves these values and its statistics. With
+residuals="coat" it also saves the operand, as the reference implementation
+does; with "minimal" the backward pass recomputes the operand. Without a norm,
+the operand is saved. Weights are quantized in both passes, unless their codes
+are cached.
 """
 
 import math
@@ -77,8 +77,8 @@ def front_forward(
 ) -> tuple[Array, Array | BlockScales, LinearSaved]:
   """Computes h [..., F], the scale of the matmul's operand, and `LinearSaved`.
 
-  On a mesh, x and h have the device's positions, with two exceptions: h has
-  whole sequences with split="columns", and x with split="inputs".
+  On a mesh, x and h contain the device's positions, with two exceptions: if
+  split is "columns", h contains whole sequences; if it is "inputs", x does.
   """
   if static.kind is None:
     y = quantized(x, recipe, layout=layout_of_input(recipe))

@@ -51,8 +51,8 @@ def linear(
     recipe: `recipe.linear` selects how y is computed.
     cache: the result of `layers.cache_weight` for w, or None.
     split: how w is split over a mesh's tensor axis if x is [B, T, D]:
-      "columns", "inputs" (rows), or None for no split. Affects only FP8
-      matmuls; XLA partitions all others.
+      "columns", "inputs" (rows), or None for no split. This affects only FP8
+      matmuls; XLA partitions all other matmuls.
 
   Returns:
     [..., *F] in x's dtype.
@@ -78,9 +78,9 @@ def linear(
     )
   if recipe.linear == "fp8":
     if recipe.axes is not None and split is not None and x.ndim != 3:
-      # w is split over the mesh axis tensor only for x [B, T, D]. For a weight
-      # [D, 2, F], the columns of the cached codes are sorted by device, so only
-      # a split matmul can use them. Keep only the cached scale.
+      # w is split over the mesh's tensor axis only if x is [B, T, D]. Keep only
+      # the cached scale here: for a weight [D, 2, F], the columns of the cached
+      # codes are sorted by device, so only a split matmul can use them.
       split, cache = None, cache and Operand(None, None, cache.scale)
     weights = LinearWeights(w, bias, cache=cache)
     return front_rule((x, weights), FrontStatic(split=split), recipe)

@@ -33,8 +33,8 @@ class MiddleGradient(NamedTuple):
     h: gradient of the middle's input, as `gradient_operand` returns it.
     operand: the second matmul's operand in column layout; None if
       `Middle.columns` returned it.
-    values: the middle's input gradient, not quantized, [..., F], or its f32 sum
-      over the device's tokens, [F]; may be None without `has_bias`.
+    values: the unquantized gradient of the middle's input, [..., F], or its f32
+      sum over the device's tokens, [F]; may be None if `has_bias` is False.
     weights: gradients of the middle's weights.
   """
 

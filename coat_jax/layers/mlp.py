@@ -4,9 +4,9 @@
 A gated MLP computes gate and up in one matmul with one weight [D, 2, F], so
 that a shard of F holds the same columns of both.
 
-The middle saves the activation's input (gate and up) in 1 x G FP8. With
-residuals="coat" a gated MLP also saves f(gate) in FP8, and the product of these
-rounded values and up, as the reference implementation does.
+The middle saves the activation's input (gate and up) in FP8, in 1 x G groups.
+With residuals="coat", a gated MLP also saves f(gate) in FP8, and the product of
+these rounded values and up, as the reference implementation does.
 """
 
 import dataclasses

@@ -81,7 +81,7 @@ class CacheableWeight(NamedTuple):
 
 
 class RecipeModule(nnx.Module):
-  """The base class of layers and blocks; has the recipe and the compute dtype.
+  """The base class of layers and blocks; holds the recipe and compute dtype.
 
   Attributes:
     recipe: selects what is computed and saved in FP8.
@@ -125,7 +125,7 @@ class RecipeModule(nnx.Module):
     return x.astype(canonicalize_dtype(x, *arrays, dtype=self.dtype))
 
   def cacheable_weights(self) -> dict[str, CacheableWeight]:
-    """Returns the weights that have caches, by the attribute of their cache."""
+    """Returns cacheable weights, keyed by the attribute name of their cache."""
     return {}
 
   @property

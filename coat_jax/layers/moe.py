@@ -279,10 +279,10 @@ class MoE(RecipeModule):
       out_kernel_init, out_kernel_metadata: initializer and metadata of down;
         the initializer is called with [E, F, D]; None for `kernel_init`.
       rngs: its `params` stream provides the keys for initializers.
-      **options: see `NormLinearOptions`. Matmuls have no bias. Experts multiply
-        in `dtype`, or in FP8 if `recipe.experts` is "fp8". `kernel_init` is
-        called with [E, D, 2 F]. `out_sharding` in `kernel_metadata` refers to
-        the four axes of gate_up.
+      **options: see `NormLinearOptions`. Matmuls have no bias. The experts'
+        matmuls run in `dtype`, or in FP8 if `recipe.experts` is "fp8".
+        `kernel_init` is called with [E, D, 2 F]. `out_sharding` in
+        `kernel_metadata` refers to the four axes of gate_up.
 
     Raises:
       TypeError: an argument has the wrong type or is unknown.

@@ -81,7 +81,7 @@ def norm_gradients(
   add: Array | None,
   recipe: CoatRecipe,
 ) -> tuple[Array, Array | None, Array | None]:
-  """Returns dx + `add` in dy's dtype, and dgamma, dbeta summed over tokens."""
+  """Returns dx + `add` in dy's dtype, dgamma and dbeta (summed over tokens)."""
   dx, dgamma, dbeta = ops.norm_bwd(
     dy,
     saved.x,
@@ -131,7 +131,7 @@ def norm(
     return _fp8_norm((x, gamma, beta), kind, eps, recipe)
 
   def plain(x, gamma, beta):
-    # Name x as with FP8 recipes, for checkpoint policies.
+    # Give x the same name as in FP8 recipes, for checkpoint policies.
     x = save_residual("norm", x)
     with residual_scope("norm"):
       y, _ = ops.norm_values(x, gamma, beta, kind=kind, eps=eps)
@@ -269,7 +269,7 @@ class RMSNorm(Norm):
 class LayerNorm(Norm):
   """(x - mean) / sqrt(var + epsilon) * scale + bias; see `Norm`.
 
-  With `use_scale=False, use_bias=False` it is non-parametric, as in OLMo.
+  With `use_scale=False, use_bias=False`, it has no parameters, as in OLMo.
 
   Example usage::
 

@@ -4,8 +4,8 @@
 Matmuls with a weight read an operand's rows; the matmul for the weight's
 gradient reads the columns. With one scale per tensor, columns are the transpose
 of the rows. With blocks of 128, rows have a scale per 128 features, and columns
-have a scale per 128 tokens. The forward pass then saves the rows that it read,
-and the backward pass requantizes them to columns.
+have a scale per 128 tokens. In that case, the forward pass saves the rows that
+it read, and the backward pass requantizes them to columns.
 """
 
 from typing import Any
@@ -61,7 +61,7 @@ def quantized(
 
 
 def scale_of(x: Operand) -> Array | None:
-  """Saves and returns an operand's scale; None for scales of blocks."""
+  """Saves and returns an operand's scale; returns None for block scales."""
   if isinstance(x.scale, ops.BlockScales):
     return None
   return save_residual("linear", x.scale)
@@ -113,7 +113,7 @@ def check_scaling(recipe: CoatRecipe) -> None:
 
 
 def gather_weight(w: Operand, recipe: CoatRecipe) -> Operand:
-  """Gathers codes and tiles' scales of a weight with rows split over fsdp."""
+  """Gathers the codes and tile scales of a weight whose rows fsdp splits."""
   axes = recipe.axes
   if axes is None or size_of(axes.fsdp) == 1:
     return w

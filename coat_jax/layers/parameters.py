@@ -97,7 +97,7 @@ def _boxed(value: Any) -> nnx.VariableMetadata:
     return value
   if isinstance(value, Partitioned):
     # In a module under nnx.bridge, linen.with_partitioning boxed the value. As
-    # in Linen, the names need no mesh.
+    # in Linen, the axis names need no mesh.
     metadata = value.to_nnx_metadata()
     metadata |= dict(linen_meta_type=type(value), eager_sharding=False)
     return nnx.VariableMetadata(metadata.pop("value"), metadata=metadata)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """FP8 matmuls of a linear layer or a block: forward pass and gradients.
 
-The forward pass reads a weight's columns and the backward pass its rows, in FP8
-with one scale per weight or per tile of 128 x 128. recipe.weight_cache selects
-what is computed once and used several times:
+The forward pass reads a weight in column layout, and the backward pass reads it
+in row layout. Both layouts hold FP8 codes, with one scale per weight or per
+tile of 128 x 128. recipe.weight_cache selects what is computed once and used
+several times:
 
   "none"   nothing. Each use computes codes and, with tiles, their scales. If a
            weight has one scale, the forward pass computes and saves it.
@@ -12,7 +13,7 @@ what is computed once and used several times:
            while the function that cached them runs. This pays off if gradients
            are accumulated over microbatches.
 
-On a mesh a device caches only its shard of the rows, and gathers the codes of
+On a mesh, a device caches only its shard of the rows, and gathers the codes of
 the other rows at each use.
 """
 
@@ -83,8 +84,8 @@ def weights_specs(axes: MeshAxes, weights: LinearWeights, split: Split) -> Any:
 def cache_weight(w: Array, recipe: CoatRecipe) -> Operand | None:
   """Computes what `recipe.weight_cache` keeps for a weight [D, *F].
 
-  With weights that are scaled in tiles, `weight_cache="scale"` keeps only the
-  scales of the row layout.
+  If weights are scaled in tiles, `weight_cache="scale"` keeps only the scales
+  of the row layout.
 
   Args:
     w: the weight.
@@ -134,7 +135,7 @@ def multiply(
   x is in the row layout, and contains whole sequences if `split` is not None.
   The bias and `add`, the residual stream, are added in f32. With
   split="inputs", partial products are rounded to `dtype` before devices sum
-  them. For `after` see `quantized_weight`.
+  them. `after` is passed to `quantized_weight`.
   """
   w, how = weights, recipe.implementation
   w_q = quantized_weight(w.w, w.cache, "columns", recipe, after=after)
@@ -199,7 +200,7 @@ def add_in_f32(a: Array, b: Array) -> Array:
 def bias_gradient(
   g: Array | None, bias: Array | None, recipe: CoatRecipe, *, has_columns: bool
 ) -> Array | None:
-  """Sums g [..., F] over all tokens in f32; None without a bias.
+  """Sums g [..., F] over all tokens in f32; returns None if there is no bias.
 
   g may also be [F], already summed over the device's tokens. With
   `has_columns`, g contains the device's shard of the columns for all positions.
@@ -222,23 +223,23 @@ def quantized_weight(
 ) -> Operand:
   """Quantizes all rows of w [D, *F], reusing cached scales and codes.
 
-  On a mesh, w contains only the device's rows. With a cached scale, codes are
-  gathered only after `after` is computed. Devices run one collective at a time,
-  so earlier gathers would delay the amax that the first matmul needs.
+  On a mesh, w contains only the device's rows. If the scale is cached, codes
+  are gathered only after `after` is computed. Devices run one collective at a
+  time, so an earlier gather would delay the amax that the first matmul needs.
   """
   check_scaling(recipe)
   if cache is not None and cache.rows is not None:
     return gather_weight(_in_layout(cache, layout), recipe)
   scale: Any = None if cache is None else cache.scale
   if scale is not None and recipe.axes is not None:
-    # Use the barrier also if `after` is None. XLA would otherwise read the
-    # scale from the stack of layers only to multiply both operands' scales, so
-    # the weight's codes would wait for the input's amax.
+    # The barrier is needed even if `after` is None. Without it, XLA would not
+    # read the scale from the stack of layers until it multiplies the scales of
+    # both operands, so the weight's codes would wait for the input's amax.
     scale, _ = jax.lax.optimization_barrier((scale, after))
   if layout == "rows" and isinstance(scale, Array):
     # `quantize_rows` reads w in place from a stack of layers. A Pallas kernel
     # would make XLA copy w first, which moves 8 bytes per parameter. Reshape
-    # codes, not w, because on a TPU a reshape of [D, 2, F] is a copy.
+    # the codes instead of w: on a TPU, a reshape of [D, 2, F] is a copy.
     rows = ops.quantize_rows(
       w,
       scale=scale,

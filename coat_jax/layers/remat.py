@@ -2,7 +2,7 @@
 """FP8 rematerialization: `jax.checkpoint` that keeps activations in FP8.
 
 `fp8_remat` transforms a function, and `block_inputs_saveable` is a policy. Both
-keep 1 x G codes and their scales. For each token of width D they keep:
+keep FP8 codes and a scale per 1 x G group. For each token of width D they keep:
 
   fp8_remat               a function's argument, D + 2 D / G bytes
   block_inputs_saveable   the input and the statistics of each block's norm; for
@@ -39,9 +39,9 @@ codes_saveable = jax.checkpoint_policies.save_only_these_names(_INPUT)
 def block_inputs_saveable(primitive, *avals, name: str = "", **others) -> bool:
   """A policy for `jax.checkpoint` that keeps the inputs of FP8 blocks' norms.
 
-  It keeps the codes and statistics that norms save, except norms of q and k. It
-  also keeps all scalar scales of operands: without them, the second forward
-  pass would need the norm's input in BF16.
+  It keeps the codes and statistics that norms save, except those of the norms
+  of q and k. It also keeps all scalar scales of operands: without them, the
+  second forward pass would need the norm's input in BF16.
 
   Args:
     primitive: the primitive of the equation that JAX asks about.
@@ -102,7 +102,7 @@ def fp8_remat(
       first.
 
   Returns:
-    A function of the same arguments and results.
+    A function with the same arguments and results as f.
 
   Raises:
     TypeError: f is not a function, `argnums` are not integers, or `recipe` is

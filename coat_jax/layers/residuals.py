@@ -5,7 +5,7 @@ The forward pass calls `save_residual` on each array that it saves, except
 weights, before it uses the array. `jax.checkpoint` policies such as
 `save_only_these_names` can then keep or offload the array, and recomputation
 starts from what the policy kept. Scalar scales are named too, because
-recomputing one would mean recomputing the values that it scales.
+recomputing a scale would mean recomputing the values to which it applies.
 """
 
 import re
@@ -94,14 +94,14 @@ def kind_of_scope(name_stack: str) -> str | None:
 
 
 def protect_codes[Tree](residuals: Tree) -> Tree:
-  """Copies FP8 residuals, so that only the backward pass reads the saved ones.
+  """Copies FP8 residuals, so that only the backward pass reads the copies.
 
   With a policy, `jax.checkpoint` applies `lax.reduce_precision` to each
   floating-point array that it keeps and that the forward pass also reads. In
   JAX 0.11.2, that operation treats E4M3 as a format with infinities, so values
   of 256 and above would become NaN, in the forward pass too. It is not applied
   to bytes, nor to arrays that only the backward pass reads. So we copy the
-  residuals by converting them to bytes and back, which XLA removes.
+  residuals by converting them to bytes and back. XLA removes the conversions.
   """
 
   return _map_bytes(lambda x: x, residuals)

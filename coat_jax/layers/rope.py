@@ -199,8 +199,9 @@ def split_heads(
   """Splits qkv into q, k and v, and rotates q and k, in a single pass.
 
   Args:
-    qkv: [B, T, (N + 2 K) H], ordered by key head: first the N / K query heads
-      that share it, then its key and its value. H is even.
+    qkv: [B, T, (N + 2 K) H], with one group of columns per key head: the N / K
+      query heads that share the key head, then its key and its value. H is
+      even.
     positions: int32 [T], or [B, T] if they differ between sequences.
     heads: N, K and theta, as in `Heads(32, 8, 1e4)`.
     kind: int32 scalar, the index into `heads.theta` if that is a tuple.

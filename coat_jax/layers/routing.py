@@ -51,8 +51,8 @@ class Rows:
   """How tokens' copies are sorted by expert and exchanged; arrays are int32.
 
   Attributes:
-    shape: [..., k], the shape of the chosen experts.
-    copy: [T k], the copy in each row; it belongs to token `copy // k`.
+    shape: [..., k], the shape of the array of chosen experts.
+    copy: [T k], the index of the copy in each row; its token is `copy // k`.
     row: [T k], the row of each copy.
     sizes: the number of rows of each expert on this device: [E], or [E / n]
       if n devices exchange rows.
@@ -102,7 +102,7 @@ def load_balancing_loss(stats: RoutingStats) -> Array:
 
 
 def choose_experts(y: Array, w: Array, experts_per_token: int) -> Array:
-  """Returns the k most probable experts of y [..., D], int32 [..., k]."""
+  """Returns the k most probable experts of each token in y, int32 [..., k]."""
   logits = _logits(*lax.stop_gradient((y, w)))
   return lax.top_k(logits, experts_per_token)[1]
 
@@ -126,14 +126,14 @@ def expert_weights(
 def _compute_logits(y: Array, w: Array) -> Array:
   """Computes y w in full f32.
 
-  A GPU's default (TF32, a mantissa of 10 bits) would route tokens differently.
+  A GPU's default precision (TF32, a 10-bit mantissa) would change the routing.
   """
   if y.dtype != jnp.bfloat16:
     y, w = y.astype(jnp.float32), w.astype(jnp.float32)
     return jnp.matmul(y, w, precision="highest")
   # Three BF16 arrays add up exactly to an f32 array, and products of BF16
-  # values are exact in f32. So tensor cores can compute this: on an H200, the
-  # largest error is 3e-6 of the largest logit, and 1e-6 with a matmul in f32.
+  # values are exact in f32. So BF16 tensor cores can compute this. On an H200,
+  # the largest error is 3e-6 of the largest logit (1e-6 for an f32 matmul).
   parts = [w] if w.dtype == jnp.bfloat16 else _in_bf16(w.astype(jnp.float32))
   return sum(  # pyright: ignore[reportReturnType]
     jnp.matmul(y, part, preferred_element_type=jnp.float32)
@@ -159,7 +159,7 @@ def _logits_fwd(y, w):
 
 
 def _logits_bwd(saved, g):
-  """Multiplies with the device's default precision."""
+  """Computes dy and dw with matmuls at the device's default precision."""
   y, w = saved
   _, backward = jax.vjp(jnp.matmul, y.astype(jnp.float32), w.astype(g.dtype))
   dy, dw = backward(g)
@@ -213,7 +213,7 @@ def copies_of(x: Array, rows: Rows) -> Array:
 
 
 def sum_of_copies(x: Array, rows: Rows) -> Array:
-  """Sums each token's k rows of `copies_of` in f32, to [..., n]."""
+  """Sums each token's k rows of x in f32; returns [..., n]."""
   return jnp.sum(copies_of(x, rows).astype(jnp.float32), axis=-2)
 
 

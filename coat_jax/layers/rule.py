@@ -36,7 +36,7 @@ class _Saved:
   """The values that a forward pass saves for its backward pass."""
 
   inputs: tuple  # Arguments that `bwd` reads.
-  own: Any  # From `fwd`; devices' shards are concatenated along dimension 0.
+  own: Any  # Values from `fwd`; shards are concatenated along dimension 0.
   # The specs for `bwd`, flattened because static fields must be hashable.
   specs: tuple[tuple[P, ...], Any]
 
@@ -60,8 +60,8 @@ def rule(
   `fwd(*arrays, *static, recipe)` returns its results and `own`, a tree of
   values for `bwd`. `bwd(*static, recipe, inputs, own, g)` returns a cotangent
   for each array, or None for integer arrays and for caches (`Operand`s).
-  `inputs` contains the arguments at the indices in `reads`. List only arguments
-  that stay in memory anyway, such as weights.
+  `inputs` contains the arguments at the indices in `reads`. In `reads`, list
+  only arguments that stay in memory anyway, such as weights.
 
   With `recipe.axes`, `specs(*arrays, *static, recipe)` returns a pair: the
   specs of the tuple of arrays, and the specs of the results. Specs are a tree
@@ -70,8 +70,8 @@ def rule(
   `result_spec(*arrays)` returns the specs of the results on explicit mesh axes;
   by default, all are the first array's spec.
 
-  The returned `f(arrays, *static, recipe)` is differentiable in its tuple of
-  arrays, but only once unless the recipe is `bf16`.
+  The returned `f(arrays, *static, recipe)` is differentiable with respect to
+  `arrays`, a tuple, but only once unless the recipe is `bf16`.
   """
 
   specs, result_spec = specs or _tokens_specs, result_spec or _first_spec
@@ -143,14 +143,14 @@ def rule(
 def _differentiated_once[Tree](tree: Tree, recipe: CoatRecipe) -> Tree:
   """Refuses second derivatives if the recipe rounds to 8 bits.
 
-  Rounding has derivative 0, so they would be wrong, and often 0.
+  Rounding has derivative 0, so second derivatives would be wrong, and often 0.
   """
   if recipe.name == "bf16":
     return tree
 
   def of(x):
     is_float = jnp.issubdtype(x.dtype, jnp.floating)
-    # Autodiff would save integers, such as positions, twice.
+    # Skip integers, such as positions: autodiff would save them twice.
     return _without_derivative(x) if is_float else x
 
   # One call per array, so that a checkpoint recomputes only what it needs.
@@ -215,9 +215,9 @@ def _own_spec(axes: MeshAxes | None) -> P | None:
 def _splitter(specs: tuple, arrays: tuple) -> Callable[[Array], Array]:
   """Returns a function that shards a saved value.
 
-  Its tokens are split like the first array's tokens, and its features over the
-  other mesh axes. XLA alone would lose the split of features where a weight
-  [D, 2, F] is reshaped.
+  The value's tokens are split like the first array's tokens, and its features
+  are split over the other mesh axes. XLA alone would lose the split of features
+  where a weight [D, 2, F] is reshaped.
   """
   first = jax.tree.leaves(arrays)[0]
   leaves = jax.tree.leaves(specs)
@@ -248,7 +248,7 @@ def _is_scalar(x: Any) -> bool:
 
 
 def _with_axes_of_types(arrays: tuple, static: tuple, specs: Callable) -> tuple:
-  """Sets the recipe's mesh axes if arrays' types have explicit axes.
+  """Sets the recipe's mesh axes if the arrays are sharded over explicit axes.
 
   Devices can then run kernels on their shards, and gather codes. Only mesh axes
   for data and FSDP are recognized.

@@ -51,7 +51,7 @@ from coat_jax.ops.rope import (
 )
 
 # Scanned layers share one program. An option that differs between them is
-# therefore a tuple with one entry for each kind of layer; an int32 selects one.
+# therefore a tuple with one entry for each kind of layer, indexed by an int32.
 type Windows = int | tuple[int | None, ...] | None
 type Bases = float | tuple[float | None, ...] | None
 type Scalings = RopeScaling | tuple[RopeScaling | None, ...] | None
@@ -174,7 +174,7 @@ class SelfAttention(Middle):
     kept = attend(heads, inputs, self.kind, recipe)
     out = quantized(_merge_heads(kept.out), recipe)
     saved = _Saved(saved, kept, scale_of(out), inputs, inside)
-    # Gathering the second weight's codes waits for q, not for codes of q.
+    # The gather of the second weight's codes waits for q, not for q's codes.
     return MiddleOutput(out, saved, after=q)
 
   def columns(self, saved, recipe):
@@ -252,7 +252,7 @@ class SelfAttention(Middle):
 
   @property
   def _split(self) -> Heads:
-    """The heads that h is split into, without RoPE if a norm precedes it."""
+    """The heads that h is split into, without RoPE if a norm comes first."""
     return self.heads._replace(theta=None) if self.qk_norm else self.heads
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The two ends of a decoder that use the vocabulary: embedding and loss.
 
-On a mesh (`axes`) each device works on its shard of the tokens. XLA alone would
-exchange logits, or reduce the gradients of each chunk of the loss separately.
-Collectives are therefore explicit:
+On a mesh (`axes`), each device works on its shard of the tokens. Left to
+itself, XLA would exchange logits, or reduce the gradients of each chunk of the
+loss separately. Collectives are therefore explicit:
 
   tables      All rows are gathered once.
   head        Rows that are split over fsdp are gathered. Along the tensor axis,
@@ -45,7 +45,8 @@ def embed(
 ) -> Array:
   """Looks up tokens [B, T] in a table [V, D]; returns [B, T, D] in `dtype`.
 
-  As with `nnx.Embed`, ids from V give NaN, and negative ids count from the end.
+  As with `nnx.Embed`, ids of V or more give NaN, and negative ids count from
+  the end of the table.
   """
   look_up = lambda rows, tokens: jnp.take(rows, tokens, axis=0)  # noqa: E731
   return _with_rows(look_up, table, dtype, (tokens,), axes)
@@ -114,10 +115,11 @@ def mean_loss(
 ) -> Array:
   """Computes the mean cross-entropy of the next token, f32, in nats per token.
 
-  hidden is [B, T, D], targets int32 [B, T], weight [D, V], or [V, D] if it is
-  the embedding (`is_tied`). The result is the sum of the tokens' losses times
-  `shares`, constants f32 [B, T]; None means 1 / (B T) for all tokens. If a
-  target is not an id from 0 to V - 1 and its share is not 0, the result is NaN.
+  hidden is [B, T, D], targets are int32 [B, T], and weight is [D, V], or [V, D]
+  if it is the embedding (`is_tied`). The result is the sum of all tokens'
+  losses, each multiplied by its share. `shares` are constants, f32 [B, T]; None
+  means 1 / (B T) for all tokens. The result is NaN if a target with a nonzero
+  share is not an id from 0 to V - 1.
   With `soft_cap`, logits become soft_cap * tanh(logits / soft_cap).
 
   If the logits [B, T, V] are large, they are never all in memory at once. The
@@ -132,7 +134,7 @@ def mean_loss(
   # Differentiate a sum in which each token's factor is about 1, and scale at
   # the end. The gradients of a mean over many tokens could underflow in
   # float16. A loss scale would come too late: the forward pass has already
-  # computed them.
+  # computed these gradients.
   if shares is None:
     unit = 1 / targets.size
   else:
@@ -258,7 +260,7 @@ def _loss_of_shard(hidden, targets, weight, shares, *, head, has_gradients):
   num_ids = vocab_size
   if axes is not None and axes.tensor is not None:
     num_ids *= lax.axis_size(axes.tensor)
-  # A narrow dtype may not hold `num_ids`.
+  # A narrow dtype might be unable to hold `num_ids`.
   targets = targets.astype(jnp.promote_types(targets.dtype, jnp.int32))
   is_id = (targets >= 0) & (targets < num_ids)
   counted = jnp.where(is_id | (counted == 0), counted, jnp.nan)
@@ -267,7 +269,7 @@ def _loss_of_shard(hidden, targets, weight, shares, *, head, has_gradients):
   loss = sum_tokens(loss, axes, all_positions=True)
   if not has_gradients:
     return loss, ()
-  assert dhidden is not None  # The scan stacked one per chunk.
+  assert dhidden is not None  # The scan stacked one dhidden per chunk.
   dhidden = jnp.moveaxis(dhidden, 0, 1).reshape(len(hidden), -1, d)
   dhidden = scatter_sequence(dhidden[:, : hidden.shape[1]], axes)
   if axes is None:
@@ -326,7 +328,8 @@ def _add_chunk(weight, total, chunk, *, head, has_gradients):
     dlogits = dlogits * (1 - jnp.square(logits / soft_cap))
   dlogits = dlogits.astype(weight.dtype)
   dhidden = jnp.einsum(f"btv,{head.weight_axes}->btd", dlogits, weight)
-  # Use the weight's layout: on a CPU, XLA has no transposed BF16 matmul.
+  # Compute dweight in the weight's layout, because XLA has no transposed BF16
+  # matmul on a CPU.
   factors = (dlogits, hidden) if is_tied else (hidden, dlogits)
   dweight = dweight + jnp.einsum(
     "bti,btj->ij", *factors, preferred_element_type=jnp.float32

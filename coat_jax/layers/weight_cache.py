@@ -20,8 +20,8 @@ def with_weight_cache[Module: nnx.Module](module: Module) -> Module:
 
   The recipe of each layer selects what it caches (`CoatRecipe.weight_cache`).
   Make the copy inside the differentiated function, or once per step before the
-  microbatches. Drop it before the weights are updated: an update does not
-  change the cache.
+  microbatches. Drop the copy before the weights are updated, because an update
+  does not change the cache.
 
   Args:
     module: any module; its layers may be stacked for a scan.

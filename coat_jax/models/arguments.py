@@ -15,7 +15,7 @@ from coat_jax.numerics.checks import (
   refuse,
 )
 
-# The dtypes of arrays that are passed with tokens, and words for errors.
+# The dtypes of arrays that are passed with tokens, and words for these dtypes.
 _KINDS = {
   "segments": (jnp.integer, "integers"),
   "shares": (jnp.floating, "floats"),

@@ -22,8 +22,8 @@ class Batch(NamedTuple):
       padding gets a number too. None if each row is one document. Tokens attend
       only to their document.
     shares: f32 [B, T + 1], the weight of each token as a target in the loss.
-      The first column is ignored. None for equal weights of all tokens but the
-      first of each document.
+      The first column is ignored. None gives equal weights to all tokens but
+      the first of each document.
   """
 
   tokens: Array
@@ -50,7 +50,7 @@ class Batch(NamedTuple):
 
     Args:
       tokens: int32 [B, T + 1].
-      segments: int32 [B, T + 1] or None, as in the class.
+      segments: int32 [B, T + 1] or None; see `Batch`.
       is_target: bool [B, T + 1], the tokens to predict; the first token of a
         document is never predicted. None for all tokens, including padding.
 

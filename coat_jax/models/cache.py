@@ -10,8 +10,8 @@ and their positions count from the first token of their prompt.
   padding 0     a   b   c   d  (e)               padding 2: slots 0 and 1
   padding 2     -   -   a   b  (c)               the next step writes slot 4
 
-The layers run in recipe bf16: in FP8, all tokens of a matmul share a scale, so
-a token's result would depend on other rows. Mesh axes must be automatic.
+The layers run with recipe bf16: in FP8, all tokens of a matmul share a scale,
+so a token's result would depend on other rows. Mesh axes must be automatic.
 """
 
 from collections.abc import Sequence

@@ -134,14 +134,14 @@ class ModelConfig:
       leaves them unchanged.
     full_every: Every `full_every`-th layer attends to all keys, and the other
       layers to the window. None if all layers are the same.
-    window_rope_theta: Base of RoPE's frequencies in layers with a window; then
-      `rope_scaling` applies only to the other layers. None if RoPE is the same
-      in all layers.
+    window_rope_theta: Base of RoPE's frequencies in layers with a window. If it
+      is set, `rope_scaling` applies only to layers without a window. None if
+      RoPE is the same in all layers.
     query_scalar: q k^T is divided by the square root of this; None for
       head_dim.
     attention_soft_cap: Attention scores become
       soft_cap * tanh(scores / soft_cap); None leaves them unchanged.
-    logits_soft_cap: The same for logits.
+    logits_soft_cap: Like `attention_soft_cap`, but for the logits.
     max_positions: Longest sequence, for families with learned positions; None
       for other families, which have no limit.
     rotary_dim: How many of a head's first channels RoPE rotates; None for all.

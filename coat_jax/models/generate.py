@@ -46,8 +46,8 @@ _READ_IN_F32 = ("norm", "bias", "router", "positions")
 class _Options(NamedTuple):
   """Options that determine each row's next token, and when rows end.
 
-  A row ends after one of `stops`, int32 [n], or after `most` new tokens. Each
-  row has one of `keys`. `is_row` is False for rows that only pad the batch.
+  A row ends after one of `stops`, int32 [n], or after `most` new tokens. `keys`
+  has one PRNG key per row. `is_row` is False for rows that only pad the batch.
   """
 
   sampling: Sampling
@@ -103,10 +103,10 @@ def generate(
   the other prompts. Without FP8, a prompt's result is the same as if it were
   the only prompt, up to the order of summation.
 
-  While tokens are added, memory holds a second copy of the layers' weights. In
-  this copy, weights in a wider dtype are cast to the model's `dtype`, except
-  norms, biases and routers. A token embedding or head in a wider dtype is
-  copied and cast too.
+  During decoding, memory holds a second copy of the layers' weights. In this
+  copy, weights in a wider dtype are cast to the model's `dtype`, except norms,
+  biases and routers. A token embedding or head in a wider dtype is copied and
+  cast too.
 
   On a mesh with automatic axes, shard the parameters, and call `generate` under
   `jax.set_mesh`. The model's recipe determines which mesh axes are used.
@@ -121,8 +121,8 @@ def generate(
       all its images. None for text alone.
     temperature: divides the logits; 0 chooses the most probable token.
     top_k: draws from the k most probable tokens; None for all.
-    top_p: of these, draws from the smallest set of most probable tokens whose
-      normalized probabilities add up to at least `top_p`; None for all.
+    top_p: after `top_k`, draws from the smallest set of most probable tokens
+      whose normalized probabilities add up to at least `top_p`; None for all.
     stop_tokens: a prompt gets no more tokens after any of these.
     seed: seed of the draws. The draws for a prompt depend on its index, not on
       the number of prompts.
@@ -279,7 +279,7 @@ def _decode(
 
 
 def _in_dtype(graph: Any, params: Any) -> Any:
-  """Casts weights wider than the model's dtype to it, except `_READ_IN_F32`.
+  """Casts weights in wider dtypes to the model's, except `_READ_IN_F32`.
 
   A rounded router, for example, would send some tokens to other experts.
   """

@@ -16,7 +16,7 @@ from coat_jax.optimizer.masks import is_norm_or_bias
 
 # Converts the parameter at a path to the form in which it is stored.
 Store = Callable[[str, Array], Array]
-# The dtypes of weights, also in checkpoints.
+# The dtypes that weights can have, in models and in checkpoints.
 _DTYPES = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
 STDDEV = 0.02  # The standard deviation of random weights.
 

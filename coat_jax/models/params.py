@@ -31,12 +31,12 @@ Role = Literal[
   "output",
   "probe",
 ]
-# How an array axis is split: "rows" by mesh axis fsdp, "columns" by tensor,
-# "experts" by expert. "rows of columns" is split by tensor, then by fsdp; the
-# input axis of a weight that reads another weight's columns is one. The mesh
-# axis tensor gives a device some heads, channels of the MLP, tokens of the
-# vocabulary, or positions. fsdp never splits a weight's last array axis, along
-# which each device must store whole groups of values.
+# How mesh axes split an array axis: fsdp splits "rows", tensor splits "columns"
+# and expert splits "experts". "rows of columns" are split by tensor first and
+# then by fsdp; an example is the input axis of a weight that reads another
+# weight's columns. tensor gives each device some of the heads, MLP channels,
+# vocabulary tokens or positions. fsdp never splits a weight's last array axis,
+# along which each device must store whole groups of values.
 Axis = Literal["rows", "columns", "rows of columns", "experts"]
 
 
@@ -49,8 +49,8 @@ class Parameter(NamedTuple):
     axes: how a mesh splits each array axis except the axis of layers; () if
       each device stores the whole parameter.
     split: the matrices that the parameter contains, `MatrixSplit()` for one per
-      layer or expert; None if the parameter is not split, such as a norm. For
-      q, k and v, `matrix_split` replaces it.
+      layer or expert; None for a parameter that is not split, such as a norm's.
+      For q, k and v, `matrix_split` returns a different split.
   """
 
   role: Role
@@ -121,7 +121,7 @@ def matrix_split(
   """Returns how a parameter is split into matrices; None for no split.
 
   A parameter with one matrix per layer or expert has the split `MatrixSplit()`.
-  Norms, embeddings, and biases other than that of q, k and v have no split.
+  Norms, embeddings and biases have no split, except for the bias of q, k and v.
   `config` is None for the projector's parameters.
   """
   is_qkv = path.endswith(("qkv/linear/kernel", "qkv/linear/bias"))
@@ -236,7 +236,7 @@ def mesh_axes(
 
 
 def _with_experts(names: Iterable[str]) -> MeshAxes:
-  """Returns `AXES`, extended by the mesh axis `expert` if the mesh has it."""
+  """Returns `AXES`, with the axis `expert` added if the mesh has one."""
   if EXPERT not in names:
     return AXES
   return dataclasses.replace(AXES, batch=(*AXES.batch, EXPERT), expert=EXPERT)

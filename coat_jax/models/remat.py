@@ -32,9 +32,9 @@ def _all_but_gathered(
 ) -> bool:
   """Checkpoint policy: save what autodiff saves, except gathered weights.
 
-  It selects by primitive: if it excluded a `checkpoint_name`, autodiff would
-  still save the array that got this name. It does not save reshapes, which may
-  be views of gathered weights.
+  It selects by primitive, not by `checkpoint_name`: if it excluded a name,
+  autodiff would still save the array that was given this name. It does not save
+  reshapes, which may be views of gathered weights.
   """
   del arrays, options
   names = {primitive.name}
@@ -139,9 +139,9 @@ def gather_weights[L: nnx.Module](
 ) -> L:
   """Casts the kernels whose rows fsdp splits, and gathers these rows.
 
-  In recipe bf16, XLA partitions the layer. If weights were not gathered here,
+  With recipe bf16, XLA partitions the layer. If weights were not gathered here,
   XLA might split a matmul along its contracting dimension and exchange
-  activations, or gather weights in f32. `MoE` gathers the weights of experts.
+  activations, or gather weights in f32. `MoE` itself gathers experts' weights.
   """
   without_fsdp = dataclasses.replace(axes, fsdp=None)
 

@@ -16,7 +16,7 @@ from coat_jax.numerics.checks import (
 )
 
 _SMALLEST = float(jnp.finfo(jnp.float32).tiny)
-# What is chosen if the largest logit is NaN or infinite.
+# Chosen instead of a token if the largest logit is NaN or infinite.
 NO_TOKEN = -1
 
 
@@ -63,7 +63,7 @@ def kept(logits: Array, sampling: Sampling) -> tuple[Array, Array]:
 
   Returns logits f32 [B, V] and their token ids, int32 [B, V]. The largest logit
   is subtracted, all are divided by the temperature, and masked tokens get -inf.
-  With top_k or top_p, logits are in descending order, equal ones by token id.
+  With top_k or top_p, logits are in descending order, with ties ordered by id.
   """
   assert sampling.temperature is not None
   largest = jnp.max(logits, axis=-1, keepdims=True)

@@ -115,7 +115,7 @@ def check_number(
   or_else: str = "",
   is_whole: bool = False,
 ) -> None:
-  """Raises unless a value is a number in a range; scalar arrays are numbers.
+  """Raises unless a value is a number in a range; scalar arrays count too.
 
   `optax.inject_hyperparams` passes hyperparameters as scalar arrays, and under
   `jit` their values are unknown, so we never read the values of JAX arrays.

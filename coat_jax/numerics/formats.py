@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FP8 and INT8 formats: their limits, saturating casts, neighbouring values.
+"""FP8 and INT8 formats: their limits, saturating casts, neighboring values.
 
 By default, E4M3 (4 exponent bits, 3 mantissa bits, no infinity) is for
 activations and weights, and E5M2 (more range, less precision) for gradients. No
 kernel supports INT8.
 
 A plain cast to FP8 has two traps:
-  * A JAX cast does not saturate: 465 becomes NaN in E4M3, 61440 inf in E5M2.
+  * A JAX cast does not saturate: 465 becomes NaN in E4M3, and 61440 becomes
+    infinity in E5M2.
   * On a GPU, XLA drops pairs of conversions f32 -> FP8 -> f32 inside a jitted
     function ("excess precision"), and may convert through f16, which rounds
     twice. The values that a function saves for the backward pass would then
@@ -168,6 +169,6 @@ def _format(dtype: DTypeLike) -> _FP8 | _Integer:
 
 
 def _truncated(bits: Array, drop: int) -> Array:
-  """Returns the f32 of these bits with the lowest `drop` bits cleared."""
+  """Clears the lowest `drop` bits; returns the f32 that has these bits."""
   kept = bits & jnp.uint32(0xFFFFFFFF >> drop << drop)
   return jax.lax.bitcast_convert_type(kept, jnp.float32)

@@ -190,7 +190,7 @@ def quantize_with_scale(
   group_size: int | None,
   dtype: DTypeLike = E4M3,
 ) -> QTensor:
-  """Quantizes with known scales: qvalue = rne(clip(x / scale, ±qmax))."""
+  """Quantizes with known scales, by the formula of `quantize`."""
   divisor = _checked_scale("quantize_with_scale", scale, x.shape, group_size)
   groups = x if group_size is None else split_groups(x, group_size)
   codes = saturating_cast(groups.astype(jnp.float32) / divisor, dtype)
@@ -209,7 +209,8 @@ def quantize(
   """Quantizes with one scale per `group_size` values of the last axis.
 
   scale = max(amax * float32(1 / qmax), 2^-126), or 1 for a group of zeros; a
-  BF16 scale is rounded up. qvalue = rne(clip(x / scale, ±qmax)).
+  BF16 scale is rounded up. qvalue = rne(clip(x / scale, ±qmax)), where rne
+  rounds to the nearest value of `dtype`, ties to even.
 
   Args:
     x: float [..., n]. A NaN or infinity makes its whole group NaN.

@@ -2,10 +2,10 @@
 """Scalings: which values of a tensor share a scale when it is quantized.
 
 Scales of blocks and tiles are powers of two, so each dequantized value is exact
-in BF16. If E4M3 values are quantized again along the other axis, only those up
-to 2^-14 times the largest value in their new block can change.
+in BF16. If E4M3 values are quantized again along the other axis, a value can
+change only if it is at most 2^-14 times the largest value in its new block.
 
-Source: arXiv:2410.19313, section 5; for blocks DeepSeek-V3 (arXiv:2412.19437),
+Source: arXiv:2410.19313, section 5; for blocks, DeepSeek-V3 (arXiv:2412.19437),
 section 3.3.2, and docs/deviations.md 24.
 """
 
@@ -36,13 +36,13 @@ Layout = Literal["rows", "columns", "both"]
 
 
 class BlockScales(NamedTuple):
-  """Scales of an operand in blocks of 128, f32 powers of two: see `Blocks`.
+  """Scales of an operand in blocks of 128 (see `Blocks`): f32 powers of two.
 
   Attributes:
-    rows: scales of `Operand.rows` [..., n]: [..., ceil(n / 128)], or for a
-      weight [ceil(m / 128), ceil(n / 128)].
-    columns: scales of `Operand.columns` [n, m]: [n, ceil(m / 128)], or for a
-      weight [ceil(n / 128), ceil(m / 128)].
+    rows: scales [..., ceil(n / 128)] of `Operand.rows` [..., n]. For a weight
+      [m, n], they are [ceil(m / 128), ceil(n / 128)].
+    columns: scales [n, ceil(m / 128)] of `Operand.columns` [n, m]. For a weight
+      [m, n], they are [ceil(n / 128), ceil(m / 128)].
   """
 
   rows: Array | None
@@ -52,15 +52,15 @@ class BlockScales(NamedTuple):
 class Operand(NamedTuple):
   """A matrix in FP8 with its scales, laid out for the matmuls that read it.
 
-  FP8 matmuls on Hopper require the contracted axis last in both operands. So a
-  matrix whose first axis is contracted is transposed when it is quantized;
+  FP8 matmuls on Hopper require that both operands have the contracted axis
+  last. So a matrix whose first axis is contracted is transposed when quantized;
   transposing FP8 codes later would cost another pass over memory.
 
   Attributes:
     rows: FP8 [..., n], or None if no matmul reads this layout.
-    columns: FP8 [n, m], where x [..., n] has m rows in total; or None.
-    scale: f32 scalar with x ≈ rows * scale, or `BlockScales`, which hold the
-      scales of rows and of columns.
+    columns: the transposed matrix, FP8 [n, m] for m rows in total; or None.
+    scale: f32 scalar that multiplies the codes, or `BlockScales`, which hold
+      the scales of rows and of columns.
   """
 
   rows: Array | None
@@ -124,7 +124,7 @@ class Scaling(abc.ABC):
     """Quantizes x [..., n]; `scale` is `find_scale(x)`, if already known."""
 
   def find_joined_scale(self, parts: Sequence[Array], n: int) -> Scales | None:
-    """Returns the scale for `quantize_joined` of the same parts."""
+    """Returns the scale that `quantize_joined` needs for the same parts."""
     return self.find_scale(_joined(parts, n))
 
   def quantize_joined(

@@ -4,12 +4,12 @@
 The generator is stateless: each element of each leaf at each step gets one
 32-bit word, hashed from (seed, step, leaf, row, column). So a resumed run draws
 the same words. Row and column are *global* indices, so words do not depend on
-the sharding. The two are hashed separately because a stacked leaf can have more
-than 2^32 elements.
+the sharding. The two indices are hashed separately because a stacked leaf can
+have more than 2^32 elements.
 
 The hash is xorshift-multiply ("lowbias32" of C. Wellons' hash-prospector
 search), which takes 8 integer operations; Threefry takes about 37 per word.
-Eight neighbouring columns share a hash; a word is the hash times
+Eight neighboring columns share a hash; a word is the hash times
 MULTIPLIER^(column modulo 8). This is the first moment's word. The second
 moment's word is MULTIPLIER^8 times this word, and the parameter's word is
 MULTIPLIER^16 times this word (`next_words`). Over the steps, each word is
@@ -29,7 +29,7 @@ from jaxtyping import Float, UInt32
 # 2^32 divided by the golden ratio, rounded to an odd number. It spreads
 # consecutive rows, columns and steps far apart before they are mixed.
 GOLDEN = 0x9E3779B9
-# The number of neighbouring columns that share a hash.
+# The number of neighboring columns that share a hash.
 RUN = 8
 # A multiplier by Steele and Vigna ("Computationally easy, spectrally good
 # multipliers", arXiv:2001.05304).
@@ -163,7 +163,7 @@ def round_to_bfloat16(x: Float[Array, "*s"], words: Array) -> Array:
   """
   bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
   # bfloat16 is the upper half of an f32. Adding a random number to the lower
-  # half carries into the upper half with probability lower half / 2^16.
+  # half carries into the upper half with probability (lower half) / 2^16.
   noisy = bits + (words >> 16)
   kept = jnp.where(jnp.isfinite(x), noisy, bits) & jnp.uint32(0xFFFF0000)
   # A NaN whose payload is in the lower half would otherwise become an infinity.

@@ -16,12 +16,12 @@ BF16 between reading and writing codes. Matmuls accumulate in f32, and return
 returned in `dtype`. A definition calls other definitions, never a kernel, so
 "xla" is plain jnp throughout.
 
-Group Scaling: `norm_input` and `activation_input` also find the scale of the
-norm's or activation function's output. So the operations that later write this
-output as an operand need no extra pass over their input to find the scale.
+COAT's Group Scaling: `norm_input` and `activation_input` also find the scale of
+the norm's or activation function's output. So the operations that later write
+this output as an operand need no extra pass over their input to find the scale.
 Inside `jax.shard_map`, devices along a scaling's `axis_names` hold shards of
-one tensor and share a scale. Without `axis_names`, each device computes a scale
-for its tensor.
+one tensor and share a scale. Without `axis_names`, each device computes its own
+scale.
 
 Source: arXiv:2410.19313, section 5; backward formulas are the derivatives.
 """

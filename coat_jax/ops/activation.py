@@ -5,11 +5,11 @@
 `activation_input`. `activation_bwd_operands` recomputes the function's output,
 because the weight gradient of the next matmul needs it.
 
-A `factor` [..., 1] multiplies each row of the output, and thus of the input's
-gradient. A row whose factor is 0 becomes 0, even if it contains NaN.
+A `factor` [..., 1] multiplies each row of the output, and thus each row of the
+input's gradient. A row whose factor is 0 becomes 0, even if it contains NaN.
 
-We write (1 + tanh(u)) / 2 as sigmoid(2 u), because 1 + tanh(u) cancels if
-tanh(u) is near -1.
+We write (1 + tanh(u)) / 2 as sigmoid(2 u), because 1 + tanh(u) loses its
+significant bits if tanh(u) is near -1.
 """
 
 from typing import Any, get_args
@@ -157,7 +157,7 @@ def activation_bwd_operands(
   The input is x, or gate and up concatenated. If `has_sums`, the third result
   is the gradient of a bias that was added to the input: the input's gradient
   before rounding, summed over rows in f32. With a `factor`, the fourth result
-  is its gradient, f32 [..., 1].
+  is the factor's gradient, f32 [..., 1].
   """
   n, dx = dy.shape[-1], _gradients(dy, parts, activation, factor)
   dfactor = None

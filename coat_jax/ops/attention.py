@@ -6,8 +6,9 @@ and recomputes the probabilities of one chunk of queries at a time, so that no
 [T, S] matrix is ever in memory. With a window, a chunk reads window + chunk
 keys, so T (window + chunk) scores are computed instead of T S.
 
-Shapes: q [B, T, N, H]; k, v [B, S, K, H]. N is a multiple of K, and query head
-n reads key head n // (N / K). Matmuls accumulate in f32; the softmax is
+Shapes: q [B, T, N, H]; k, v [B, S, K, H], for B sequences, T queries, S keys,
+N query heads and K key heads, all of size H. N is a multiple of K, and query
+head n reads key head n // (N / K). Matmuls accumulate in f32; the softmax is
 computed in f32.
 """
 
@@ -65,8 +66,8 @@ def attention_fwd(
 ) -> AttentionResiduals:
   """Computes softmax(scores) v and the log-sum-exp of each query's scores.
 
-  `kind` determines the scores. If `segments`, integers [B, T] where S = T, are
-  passed, a query sees only keys of its segment.
+  `kind` determines the scores. `segments`, if passed, are integers [B, T] that
+  give each token's segment; S must be T. A query sees only keys of its segment.
   """
 
   def one_chunk(args):
@@ -184,8 +185,8 @@ class Chunk(NamedTuple):
   def scores(self, k: Array, segments: Array | None):
     """Computes masked scores, and their derivatives with respect to q k^T.
 
-    Both are f32 [B, K, R, chunk, length], but without a soft cap all
-    derivatives are equal and returned as one number.
+    Both are f32 [B, K, R, chunk, length]. Without a soft cap, however, all
+    derivatives are equal, and one number is returned for them.
     """
     scale, cap = self.kind.scale_of(self.q.shape[-1]), self.kind.soft_cap
     products = einsum_f32("btkrh,bskh->bkrts", self.q, self.read(k))
@@ -229,7 +230,7 @@ def grouped_heads(x: Array, kv_heads: int) -> Array:
 
 
 def in_chunks(x: Array | None) -> tuple[Array, Array] | None:
-  """Splits x [B, T, ...], padded with zeros, to [chunks, B, chunk, ...].
+  """Pads x [B, T, ...] with zeros; splits it to [chunks, B, chunk, ...].
 
   Also returns the index of each chunk's first query.
   """

@@ -3,16 +3,16 @@
 
 XLA compiles a `dot_general` with an FP8 algorithm and a multiplication by a
 scalar to one call under two conditions. The `dot_general` must contract the
-last axis of both operands, and both steps must be in the result's dtype. Any
+last axis of both operands, and both operations must use the result's dtype. Any
 other form adds a separate pass over the result or an operand. An added bias
 becomes part of the call, and so does a matrix that is added after the bias. If
-the result is BF16, XLA:GPU drops the roundings of the scalar and the sums to
-BF16, so inside the call these are f32.
+the result is BF16, XLA:GPU does not round the scalar and the sums to BF16, so
+they are f32 inside the call.
 
 The call accepts one scalar, so the two scales are multiplied first. If their
 product is below f32's smallest normal number, 1.2e-38, the product and the
 result are inexact or 0. (This happens to gradients whose largest value is below
-about 1e-29.) For a float16 result the scalar is float16 too: inexact below
+about 1e-29.) A float16 result requires a float16 scalar, which is inexact below
 6e-5, and 0 below 3e-8. The definition in `ops.linear` has no such limit.
 """
 

@@ -6,10 +6,11 @@ functions of JAX; no other file in `coat_jax` does. If the installed JAX lacks
 one of them, `_why_not` reports it, and attention runs in another
 implementation.
 
-JAX's cuDNN call accepts a function that changes scores, such as a soft cap,
-only from version 0.12 on. We never pass one, so soft caps are not supported.
-Segments are not supported either: cuDNN's packed layout needs offsets and
-lengths of a fixed number of segments, and we have only an id for each token.
+From JAX 0.12 on, JAX's cuDNN call accepts a function that changes the scores,
+such as a soft cap. We never pass such a function, so soft caps are not
+supported. Segments are not supported either: cuDNN's packed layout needs the
+offsets and lengths of a fixed number of segments, but we have only an id for
+each token.
 """
 
 import inspect
@@ -37,7 +38,7 @@ _MISSING = [name for name in _PRIVATE if not hasattr(fmha, name)]
 
 
 def _why_not(q, k, segments, kind, **_) -> str | None:
-  """Returns why cuDNN or this version of JAX cannot run this, or None."""
+  """Returns why cuDNN or this version of JAX cannot run a call, or None."""
   if _MISSING:
     return (
       f"jax {jax.__version__} has no {', '.join(_MISSING)} in "

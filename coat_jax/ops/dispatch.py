@@ -84,7 +84,7 @@ class Op[R]:
     return ("xla", *self.kernels)
 
   def require_known(self, implementation: Any, op: str = "") -> None:
-    """Raises a NotImplementedError from `op` if `implementation` is unknown."""
+    """Raises NotImplementedError for `op` if `implementation` is unknown."""
     if implementation not in (None, *self.implementations):
       raise NotImplementedError(
         f"{op or self.name}: implementation must be one of "
@@ -275,7 +275,7 @@ def target() -> str | None:
 
 
 def may_be_partitioned() -> bool:
-  """Returns whether XLA may partition this code; no Pallas kernel then runs."""
+  """Returns whether XLA may partition this code; then no Pallas kernel runs."""
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.auto_axes or mesh.explicit_axes:
     return mesh.size > 1

@@ -47,8 +47,8 @@ def ragged_product(
 ) -> Array:
   """Sums in f32 over the axes `summed` of a and b.
 
-  Axis `ragged` of `a` is divided into groups. Unless it is summed, axis 0 of
-  `b` has an entry for each group.
+  Axis `ragged` of `a` is divided into groups. If that axis is not summed over,
+  axis 0 of `b` has an entry for each group.
   """
   dimensions = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(([summed[0]], [summed[1]]), ([], [])),

@@ -2,8 +2,8 @@
 """Grouped matmuls of FP8 operands: each row times the weight of its group.
 
 Rows are sorted by group, as in `ops.grouped`. Rows after the last group must be
-zero. Then they do not affect the scale, they add nothing to a weight's
-gradient, and their results are zero.
+zero, so that they do not affect the scale and add nothing to a weight's
+gradient. Their results are then zero too.
 
 All tokens share a scale, all gradients share a scale, and each group's weight
 has a separate scale. Codes are multiplied exactly, and sums are f32.

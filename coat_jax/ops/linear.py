@@ -3,8 +3,8 @@
 
 With block scales, kernels sum 128 products of codes, multiply the sum by the
 scales of both blocks, and add these results in f32. The definition multiplies
-the codes by the scales first. This is exact in BF16, because block scales are
-powers of two, so only sums are rounded.
+the codes by the scales first. These products are exact in BF16, because block
+scales are powers of two, so only sums are rounded.
 """
 
 import jax

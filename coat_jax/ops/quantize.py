@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantization to groups and to operands of matmuls, in plain jnp."""
+"""Quantization to groups and to matmul operands, in plain jnp."""
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -95,5 +95,5 @@ def turn_codes(codes: Array) -> Array:
 
 @op(mosaic="codes")
 def join_columns(parts: Array) -> Array:
-  """Joins the columns [f, k] of P devices, [P, f, k], to [f, P k]."""
+  """Joins the columns of P devices, stacked as [P, f, k], to [f, P k]."""
   return jnp.moveaxis(parts, 0, 1).reshape(parts.shape[1], -1)

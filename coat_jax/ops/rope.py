@@ -3,8 +3,8 @@
 
 Among the first R channels of a head, i and i + R/2 form a pair, as in Hugging
 Face Transformers. R is the head's size H unless RoPE is partial. The scalings
-for longer sequences compute the same as in Transformers, and their fields have
-the same names as in its configurations.
+for longer sequences give the same results as in Transformers, and their fields
+have the names that its configurations use.
 """
 
 import abc
@@ -68,8 +68,8 @@ class Llama3Scaling(RopeScaling):
 
   A frequency is low if its channels turn fewer than `low_freq_factor` times
   within the original length, and high if they turn more than `high_freq_factor`
-  times. Between these two numbers of turns, frequencies are interpolated
-  linearly between the divided and the original one.
+  times. In between, the new frequency is interpolated between the divided and
+  the original frequency, linearly in the number of turns.
 
   Attributes:
     factor: divisor of low frequencies.
@@ -103,8 +103,8 @@ class YarnScaling(RopeScaling):
 
   Channels that turn fewer than `beta_slow` times within the original length
   have low frequencies, and those that turn more than `beta_fast` times have
-  high ones. In between, they are interpolated from the original to the divided
-  frequency, linearly in the channel's index.
+  high ones. In between, the new frequency is interpolated between the original
+  and the divided frequency, linearly in the channel's index.
 
   Attributes:
     factor: divisor of low frequencies.
@@ -270,7 +270,7 @@ def rotation(
 
 
 def _frequencies(theta, head_dim, kind):
-  """Returns frequencies f32 [R / 2], and the magnitude, or None if it is 1."""
+  """Returns frequencies f32 [R / 2], and the magnitude (None instead of 1)."""
   if not isinstance(theta, tuple):
     rotary = as_rotary(theta)
     magnitude = rotary.magnitude
@@ -293,7 +293,7 @@ def _frequencies(theta, head_dim, kind):
 
 
 def as_rotary(theta: float | Rotary) -> Rotary:
-  """Returns a `Rotary` unchanged, and wraps a base as one."""
+  """Returns a `Rotary` unchanged; makes a `Rotary` from a base."""
   return theta if isinstance(theta, Rotary) else Rotary(theta)
 
 

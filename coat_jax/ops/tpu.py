@@ -36,7 +36,7 @@ def codes_in_groups(x: QTensor) -> QTensor:
 
 
 def read_again(arrays: Any, after: Any) -> tuple[Any, Any]:
-  """Makes XLA read `arrays` again after it computed `after` from them."""
+  """Makes XLA read `arrays` again after it has computed `after` from them."""
   if target() != "tpu":
     return arrays, after
   return lax.optimization_barrier((arrays, after))

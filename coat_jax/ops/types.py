@@ -37,13 +37,13 @@ class AttentionKind:
   """Selects the keys that a query sees, and how scores are scaled and capped.
 
   Attributes:
-    causal: of T queries and S >= T keys, query t sees keys 0 to t + S - T.
+    causal: with T queries and S >= T keys, query t sees keys 0 to t + S - T.
     window: a query sees only the last `window` of these keys, including the key
       at the query's position; None for all keys. Hugging Face Transformers
       calls this `sliding_window`.
     soft_cap: scores become soft_cap * tanh(scores / soft_cap); None leaves
       them unchanged.
-    scale: factor of q k^T; None for 1 / sqrt(H).
+    scale: factor that multiplies q k^T; None for 1 / sqrt(H), with head size H.
   """
 
   causal: bool = True

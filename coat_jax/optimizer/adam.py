@@ -48,8 +48,8 @@ class AdamScalars(NamedTuple):
   The update is optax's mu / c1 / (sqrt(nu / c2 + eps_root) + eps) with the bias
   corrections c1 and c2. We multiply numerator and denominator by sqrt(c2),
   because nu / c2 would overflow for a large nu and a small c2, such as 1 - b2
-  in the first step. `ratio` is the factor of mu; with Nesterov momentum,
-  `gradient_ratio` is the factor of the gradient.
+  in the first step. `ratio` multiplies mu; with Nesterov momentum,
+  `gradient_ratio` multiplies the gradient.
   """
 
   b1: Array
@@ -147,8 +147,8 @@ def _update_factored(
 ) -> tuple[Stored, AdamScalars]:
   """Updates a factored second moment before the step, as Adafactor does.
 
-  Returns the moments, and scalars with which the step only reads the second
-  one. Moments that are not factored are returned unchanged.
+  Returns the moments, and scalars with which the step reads the second moment
+  but does not change it. Moments that are not factored are returned unchanged.
   """
   if not is_factored(groups):
     return stored, scalars

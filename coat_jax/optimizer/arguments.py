@@ -32,8 +32,8 @@ from coat_jax.optimizer.masks import (
   leaf_paths,
 )
 
-# In f32, a decay closer to 1 may become 1: the bias correction would divide by
-# 0, and the moment would never change.
+# A decay rate closer to 1 may round to 1 in f32. The bias correction would then
+# divide by 0, and the moment would never change.
 _DECAY = check_number, Range(0, 0.9999999), "values from 0.9 to 0.999 are usual"
 _SCHEDULE = "pass a number, or a schedule: a function of the step"
 _RMS = "0.2 is near the RMS of AdamW's updates; None scales by shapes"
@@ -223,7 +223,7 @@ def check_gradients(
 def gradients_like(
   op: str, updates: optax.Updates, codes: Any, name: str = "gradients"
 ) -> list[Array]:
-  """Lists the gradients; raises if they and `codes` differ in shapes."""
+  """Lists the gradients; raises if their shapes are not those of `codes`."""
   grads = leaf_paths(updates)
   check_gradients(op, grads, name)
   shapes = [x.shape for x in jax.tree.leaves(codes)]

@@ -7,7 +7,7 @@ Flax stores axis names in boxes around parameters: in the metadata of an
 arrays without a box.
 
 A moment's statistics have an axis that is shorter than the parameter's axis: it
-has one entry per group, or one mean. Such an axis keeps its name only if the
+has one entry per group or per tile. Such an axis keeps its name only if the
 number of devices along it divides the sizes of both axes. This must be true for
 each logical axis rule that applies to the name. If the number is unknown, we
 drop the name: replicated statistics work on every mesh, whereas JAX raises an

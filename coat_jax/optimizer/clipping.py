@@ -38,8 +38,8 @@ class ClipState(NamedTuple):
   Attributes:
     steps: int32 [], the number of finished steps.
     norm: f32 [], the global norm of the last step's gradients before clipping.
-    own: r of each slice (see `Clipping`), a tree with the parameters'
-      structure: f32 [] per leaf, or [layers] for a stacked leaf.
+    own: the norm r of each slice, which `Clipping` defines: a tree with the
+      parameters' structure, f32 [] per leaf, or [layers] for a stacked leaf.
   """
 
   steps: Array
@@ -55,13 +55,13 @@ class Clipping:
   with norm n is scaled by min(1, limit / n):
 
   share      limit = max_norm * r / N, where r is the slice's norm and N the
-             global norm, both in the previous step and before clipping. The
+             global norm, both in the previous step before clipping. The
              squares of all limits add up to max_norm^2, so the clipped global
              norm does not exceed max_norm.
-  adaptive   like "share" in the first `warmup` steps. Then limit = relative *
-             r, where r is the running mean of the slice's clipped norms. The
-             mean begins with the norm in the last warmup step or, if this norm
-             is 0, with the next norm above 0 (AdaGC).
+  adaptive   (AdaGC) like "share" in the first `warmup` steps. After them,
+             limit = relative * r, where r is the running mean of the slice's
+             clipped norms. The mean begins with the norm in the last warmup
+             step or, if this norm is 0, with the next norm above 0.
 
   In the first step, and for slices whose r is 0, the limit is max_norm, so the
   clipped global norm may exceed max_norm. A slice whose norm reaches 3.4e38,
@@ -120,7 +120,7 @@ class Clipping:
   def scale(
     self, state: ClipState, own: Array, norm: Array
   ) -> tuple[Array, Array]:
-    """Returns the factor of a slice's gradient, and the slice's next r.
+    """Returns the factor for a slice's gradient, and the slice's next r.
 
     `own` is the slice's r in the state; `norm` is the gradient's `global_norm`
     over all devices. For several slices, both are arrays.

@@ -231,7 +231,7 @@ def pair_nodes(
 
 
 def _paired(op: str, name: str, old: Moment, new: Any) -> Any:
-  """Returns a decoded moment `new` as a tree like that of `old`, by paths."""
+  """Arranges the leaves of a decoded moment like those of `old`, by path."""
   leaves = leaf_paths(new)
   paths = [path for path, _ in leaf_paths(old.codes)]
   got = [f"{path} {jnp.shape(x)}" for path, x in leaves]

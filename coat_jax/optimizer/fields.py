@@ -135,7 +135,7 @@ def mark_placeholders(
   return jax.tree.map_with_path(
     mark,
     state,
-    # Adafactor's moments are never fields, even with a parameter's shape.
+    # Adafactor's moments are never fields, even those with a parameter's shape.
     is_leaf=lambda x: isinstance(x, kind | optax.FactoredState),
   )
 
@@ -145,7 +145,7 @@ def _field_paths(init: Callable[[Any], Any]) -> set[str] | None:
 
   We need the paths because optax's placeholders also replace trees that are not
   fields, such as the norms of NovoGrad or the accumulators of SM3. Returns None
-  if `init` fails, as with labels or masks that fit only other parameters.
+  if `init` fails, as it does if its labels or masks do not fit this matrix.
   """
   params = {"matrix": jax.ShapeDtypeStruct((3, 5), jnp.float32)}
   try:

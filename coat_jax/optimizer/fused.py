@@ -44,7 +44,7 @@ class LeafSteps(NamedTuple):
   Attributes:
     leaves: pairs of a weight and its state, in the order of the parameters. A
       weight is an array, or a tree of arrays of one shape. A state is a tree of
-      scalars and arrays. If the weight is stacked, the arrays are, too.
+      scalars and arrays. If the weight is stacked, its state's arrays are, too.
     step: `step(i, leaf, gradient, *, layer=None, grad_scale=None)` returns the
       new leaf i. If `layer`, int32 [], is passed, only this layer of a stacked
       leaf is updated, and `gradient` is [1, ...].
@@ -77,7 +77,8 @@ class FusedTransformation(NamedTuple):
 
   @property
   def update(self) -> Any:
-    # optax looks it up only when a chain is updated. hasattr() is still False.
+    # optax looks up `update` only when a chain is updated. hasattr() still
+    # returns False, because this raises an AttributeError.
     raise AttributeError(
       "FusedTransformation: optax.chain needs an optimizer with update, got a "
       "fused one, which returns new parameters; use coat_adamw or coat_lion"
@@ -114,9 +115,9 @@ def fused_coat_adamw(
     learning_rate, b1, b2, eps, eps_root, codec: as for `coat_adamw`.
     weight_decay, mask, quantize_mask: as for `coat_adamw`.
     low_bits: whether the state stores one more byte for each bf16 parameter,
-      which extends it to 24 bits. With bf16 parameters, these bytes start at
-      zero. `init` also accepts f32 parameters and takes the bytes from them;
-      then pass `split_weights(params)[0]` to `apply`.
+      which extends it to 24 bits. If `init` gets bf16 parameters, these bytes
+      start at zero. If it gets f32 parameters, it takes the bytes from them;
+      in that case, pass `split_weights(params)[0]` to `apply`.
     seed, implementation, shardings: as for `coat_adamw`.
 
   Returns:

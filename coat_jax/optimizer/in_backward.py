@@ -97,7 +97,7 @@ def step_in_backward(
       `clip` is not a `Clipping`.
     ValueError: the optimizer cannot step leaf by leaf; no leaf is below
       `stack`, or the leaves below it differ in the length of their first axis;
-      only one of `clip` and `clip_state` is passed; `per_layer` has another
+      only one of `clip` and `clip_state` is passed; `per_layer` has a different
       number of layers; a layer changes the shape or dtype of x; the loss is not
       a scalar; a function closes over a parameter.
 
@@ -157,7 +157,8 @@ def step_in_backward(
     )
   after_grads, dx = after_vjp(jnp.ones_like(loss))
 
-  # Pair each leaf (its weight and state) with its r (see `Clipping`), or None.
+  # Pair each leaf (its weight and state) with its r, which `Clipping` defines,
+  # or with None if nothing is clipped.
   last: Any = clip_state
   owns = [None] * len(steps.leaves)
   if clip is not None:
@@ -232,7 +233,7 @@ def step_in_backward(
 
 
 class _Stack:
-  """The stacked layers, and the indices of stacked and of other leaves."""
+  """The stacked layers, and the indices of stacked leaves and of all others."""
 
   def __init__(self, params: Any, stack: str):
     below = is_stacked(params, stack)

@@ -156,9 +156,9 @@ def _check_leaf_by_leaf(
 ) -> list[str | None]:
   """Raises a ValueError if an optimizer cannot step leaf by leaf.
 
-  For each parameter, returns the path of a leaf of its state without an axis of
-  layers (a norm, for example), or None if all have one. Leaves that an update
-  sets to a constant do not count.
+  For each parameter, returns the path of a leaf in its state without an axis of
+  layers, such as a norm, or None if all leaves have this axis. Leaves that an
+  update sets to a constant do not count.
   """
   paths, places = leaf_paths(params), leaf_paths(state)
   count = len(paths)
@@ -211,7 +211,7 @@ def _random_primitive(jaxpr) -> str | None:
 
 
 def _dependencies(jaxpr, inputs: list[set[int]]) -> list[set[int]]:
-  """Returns for each result the union of `inputs` of the arguments it uses."""
+  """Returns for each result the union of its arguments' sets in `inputs`."""
   of = {id(v): each for v, each in zip(jaxpr.invars, inputs, strict=True)}
   for equation in jaxpr.eqns:
     mine = [of.get(id(v), set()) for v in equation.invars]

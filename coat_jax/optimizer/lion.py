@@ -48,7 +48,7 @@ def lion_scalars(b1: ArrayLike, b2: ArrayLike) -> LionScalars:
 
 @functools.partial(jax.jit, inline=True)
 def lion(g: Array, mu: Array, scalars: LionScalars) -> tuple[Array, Array]:
-  """Returns update and new momentum, in f32, or in complex64 for complex g."""
+  """Returns the update and new momentum in f32, or complex64 for complex g."""
   s = scalars
   update = jnp.sign(s.one_minus_b1 * g + s.b1 * mu)
   return update, s.one_minus_b2 * g + s.b2 * mu
@@ -128,7 +128,7 @@ def coat_lion(
   seed: ArrayLike = 0,
   shardings: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Lion with momentum in FP8: a quarter of the state of `optax.lion`.
+  r"""Lion with momentum in FP8, in a quarter of the memory of `optax.lion`.
 
   Let :math:`D` and :math:`E` be the codec's decoding and encoding, and
   :math:`S_t = E(m_t)` the state: 1.04 bytes per parameter by default.

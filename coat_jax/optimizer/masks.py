@@ -112,7 +112,7 @@ def leaf_paths(tree: Any) -> list[tuple[str, Any]]:
 
 
 def in_order(paths: Sequence[str], named: list[tuple[str, Any]]) -> list[Any]:
-  """Returns the values of `named`, pairs with these paths, in this order.
+  """Returns the values of `named`, (path, value) pairs, sorted like `paths`.
 
   Leaves with equal paths, such as "a/b" in {"a/b": x, "a": {"b": y}}, keep
   their order.

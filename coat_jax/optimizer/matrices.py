@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Splits parameters into matrices for Muon, and orthogonalizes these.
+"""Splits parameters into matrices for Muon, and orthogonalizes the matrices.
 
 A leaf may contain many matrices: a stack of layers, gate and up, or q, k and v
 in the columns of one weight.
@@ -32,8 +32,8 @@ class MatrixSplit(NamedTuple):
     reduction_axis: axis or axes that a matmul with the weight contracts.
     output_axis: axis or axes of the weight's columns; the last one must be the
       leaf's last axis.
-    parts: how many consecutive columns of a group belong to each matrix, such
-      as q, k and v; () for one matrix.
+    parts: how many consecutive columns of a group belong to each matrix (for
+      example to q, to k and to v); () for one matrix.
     groups: how often `parts` repeats along the columns. The columns of part i
       in all groups form one matrix.
   """
@@ -182,7 +182,7 @@ def _axes_in_order(split: MatrixSplit, ndim: int) -> list[int]:
 
 
 def split_matrices(x: Array, split: MatrixSplit) -> list[Array]:
-  """Splits a leaf into its matrices [inputs, outputs], in order of batch axes.
+  """Splits a leaf into matrices [inputs, outputs], in the order of batch axes.
 
   A bias [columns] is split like the columns of its weight.
   """
@@ -227,7 +227,8 @@ def map_matrices(
     """Applies f to one index of the first batch axis, or to a whole leaf."""
     lead = x.ndim - matrix_ndim
     # Shard rows like the first input axis, and columns like the last output
-    # axis. If there is one of each, reshaping moves nothing between devices.
+    # axis. If no other input or output axes exist, reshaping moves no data
+    # between devices.
     where = *spec[:lead], spec[lead], spec[-1]
 
     def of_matrix(matrix):
@@ -266,8 +267,8 @@ def newton_schulz(
   """Orthogonalizes f32 [..., m, n]: moves singular values close to 1.
 
   Each step of the quintic iteration is x <- a x + (b A + c A^2) x, where
-  A = x x^T. With `sharding`, the longer axis is split over all devices that
-  store shards of the leaf, if its size allows. Then a step communicates only to
+  A = x x^T. With `sharding`, the devices that store shards of the leaf split
+  the longer axis if they can split it evenly. A step then communicates only to
   sum the devices' x x^T.
   """
   a, b, c = options.coefficients
@@ -308,7 +309,7 @@ def orthogonalize(
   sharding: NamedSharding | None,
   options: NewtonSchulz,
 ) -> Array:
-  """Orthogonalizes a leaf's matrices; scales each depending on its shape."""
+  """Orthogonalizes a leaf's matrices; scales each according to its shape."""
 
   def whole(x, options):
     def f(x):
@@ -321,6 +322,6 @@ def orthogonalize(
     return map_matrices(f, x, split=split, sharding=sharding)
 
   # On explicit axes, types would determine which matmuls sum over devices. We
-  # make the axes automatic, so that the sharding constraints above decide this.
+  # make the axes automatic, so that the constraints above determine this.
   mesh = None if sharding is None else sharding.mesh
   return run_whole(whole, x, options, out_specs=spec_of(x), mesh=mesh)

@@ -41,8 +41,8 @@ from coat_jax.optimizer.step import (
 )
 from coat_jax.optimizer.weights import in_f32
 
-# Muon and AdamW both number leaves from 0. With one seed, they would use the
-# same random bits.
+# Muon and AdamW both number leaves from 0. With the same seed, they would use
+# the same random bits.
 _ADAM_STREAM = 0x2545F491
 
 
@@ -226,7 +226,7 @@ def coat_muon(
   Hidden matrices are updated by their orthogonalized momentum, whose singular
   values are near 1. With the default codec, the momentum takes 1.04 bytes per
   parameter. For other encoded parameters, such as embeddings and the head, the
-  two moments of AdamW take 2.08.
+  two moments of AdamW take 2.08 bytes per parameter.
 
   Args:
     learning_rate: a number or a schedule.
@@ -234,7 +234,7 @@ def coat_muon(
     ns_steps: number of Newton-Schulz iterations.
     beta: decay rate of the momentum.
     eps: added to the norm by which a matrix is divided; also AdamW's eps.
-    weight_decay: for matrices; multiplied by the learning rate.
+    weight_decay: weight decay of matrices; multiplied by the learning rate.
     weight_decay_mask: selects matrices that decay, like `mask` of `coat_adamw`.
     nesterov: whether Muon and AdamW use Nesterov momentum.
     adam_b1, adam_b2, adam_eps_root, adam_weight_decay, adam_weight_decay_mask:
@@ -245,13 +245,13 @@ def coat_muon(
       None multiplies them by sqrt(max(1, outputs / inputs)).
     matrices: `(path, leaf) -> MatrixSplit | None`, specifies how a leaf is
       split into matrices; AdamW updates leaves for which it returns None.
-      The default is `hidden_matrices`. For a model of `models`, pass
+      The default is `hidden_matrices`. For a model from `models`, pass
       `models.model_matrices(config)`. With `optax.inject_hyperparams`, list
-      `matrices` in `static_args`; otherwise optax calls it as a schedule.
+      `matrices` in `static_args`; otherwise optax treats it as a schedule.
     codec, quantize_mask, seed: as for `coat_adamw`.
     shardings: on a mesh of automatic axes, the shardings of all parameters, as
       for `coat_adamw`: each device then updates its own shard of the momentum,
-      and matrices are orthogonalized with their longer axis split.
+      and orthogonalization splits the longer axis of a matrix over devices.
 
   Returns:
     An `optax.GradientTransformationExtraArgs`.

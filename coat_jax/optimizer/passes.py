@@ -4,13 +4,15 @@
 A group's statistics depend on all of its values, so a step must read its inputs
 twice. XLA would store both new moments in f32 after the first read, and spend
 more time on them than on the rest of the step. Here, each pass instead
-recomputes the new moments from the stored ones. Their last bits may differ
-between passes, because XLA may fuse multiplications and additions differently.
+recomputes the new moments from the stored ones. The last bits of the new
+moments may differ between passes, because XLA may fuse multiplications and
+additions differently.
 
-The first pass computes the statistics; the last one encodes. If an E4M3 codec
-with range expansion rounds stochastically, a pass between them computes drafts,
-which are codes of values rounded toward zero. XLA generates slow code if it
-fuses drafts with the table lookup below.
+The first pass computes the statistics; the last pass encodes the new moments.
+If an E4M3 codec with range expansion rounds stochastically, a pass between them
+computes drafts, which are codes of values rounded toward zero. This pass is
+separate because XLA generates slow code if it fuses drafts with the table
+lookup described below.
 
 XLA needs about 120 instructions for a power on a GPU, so six powers per
 parameter would take longer than all memory accesses. But there are at most 256
@@ -37,7 +39,7 @@ _MAGNITUDES = 128  # The number of codes without a sign; the last is NaN.
 
 
 def can_run(groups: Sequence[Any], shape: tuple[int, ...]) -> bool:
-  """Returns whether all codecs have groups of one size that divides a row.
+  """Returns whether all codecs have the same group size, and it divides a row.
 
   The tiles of a factored second moment count as groups.
   """
@@ -61,7 +63,7 @@ def run(
   stored: Sequence[Encoded],
   noise: Sequence[Array | None],
 ) -> tuple[Any, tuple[Encoded, ...]]:
-  """Runs `compute`, finishes its first result, and encodes the others.
+  """Runs `compute`, calls `finish` on its first result, encodes the others.
 
   `compute(arrays, *moments)` returns a result and the new moments, all f32. It
   must be elementwise, because its arguments are split into groups. It may

@@ -112,25 +112,26 @@ def state_report(
     opt_state: an optimizer state that contains exactly one state of this
       library ("coat state"), such as the state of `coat_adamw`. For
       `coat_muon`, pass `state.inner_states["muon"]` or `["adam"]`.
-    reference: exact moments to compare with: the f32 state of optax's optimizer
-      of the same kind (for `encoded`, of the inner optimizer) in the same run,
-      or a state that contains exactly one such state, as that of `optax.adamw`.
+    reference: exact moments to compare with: the f32 state of the corresponding
+      optax optimizer (for `encoded`, the inner optimizer) from the same run. It
+      may be part of a larger state, such as that of `optax.adamw`, which must
+      contain exactly one such state.
 
   Returns:
     A dict, which JSON can store, from each leaf's path to a dict with
     `parameters`, `encoded` (False for leaves stored unencoded), and for each
     moment (`mu`, `nu` or the path of an encoded field) a dict with
-      `replicated`: a sentence, only if a flax box shards codes along their last
-        axis, but not statistics. It does so if devices cannot share the groups
-        evenly, or if no mesh was known when the state was made;
+      `replicated`: a sentence, present only if a flax box shards codes, but not
+        statistics, along their last axis. This happens if devices cannot split
+        the groups evenly, or if no mesh was known when the state was made;
       `power`: min, p10, median, p90, max and mean of the expansion's k over all
         groups with a nonzero value (only for codecs with an expansion, and if
         there are such groups);
       `codes_used`: fraction of the 256 codes (16 for int4) that occur (only for
         codecs with at most 8 bits);
-      `zeroed`: fraction of values that are 0 (with a reference, only those that
-        are not 0 there count as zeroed). If a second moment is 0, a small
-        gradient in the next step leads to a huge update;
+      `zeroed`: fraction of values that are 0 (with a reference, fraction of
+        values that are 0 although the reference is not). If a second moment is
+        0, a small gradient in the next step leads to a huge update;
       `relative_error` (with a reference): |decoded - reference| / |reference|,
         with Euclidean norms over the leaf; |decoded| if the reference is 0.
 
@@ -220,7 +221,7 @@ def _report_moment(group: GroupCodec, encoded: Encoded, decoded, exact) -> dict:
   if isinstance(group, ExpandedFP8):
     powers = np.asarray(group.power(encoded.amax, encoded.range), np.float64)
     # On explicit axes, JAX cannot split the rows of `decoded` into groups if
-    # devices split a group; those of `values` are on this host.
+    # devices split a group; the rows of `values` are on this host.
     grouped = split_groups(jnp.asarray(values), group.group_size)
     powers = powers[np.any(grouped != 0, axis=-1)]
     if powers.size:

@@ -2,8 +2,8 @@
 """Computes how an optimizer's FP8 state is sharded: like its parameters.
 
 We trace `init` on a mesh of explicit axes, where types contain shardings. This
-works whatever wraps the optimizer, and the shardings are valid for automatic
-axes too.
+works no matter what wraps the optimizer, and the shardings are valid for
+automatic axes too.
 """
 
 import dataclasses
@@ -155,7 +155,7 @@ def _abstract_state(op, init, params, shardings) -> Any:
     spec = x.sharding.spec if x.sharding else jax.P()
     if AxisType.Explicit not in mesh.axis_types:
       # Write the spec as jit writes the shardings of its results; otherwise the
-      # second step would see other shardings and compile again.
+      # second step would see different shardings and compile again.
       spec = tuple(spec)
       while spec and spec[-1] is None:
         spec = spec[:-1]

@@ -96,7 +96,7 @@ class Moment:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Structure:
-  """A structure that equals all others, as optax's placeholders require."""
+  """A structure that equals any other, as optax's placeholders require."""
 
   treedef: Any
 
@@ -252,7 +252,7 @@ class MomentOptions:
 
 
 def check_state(op: str, state: Any, kind: type, codec: MomentCodec) -> None:
-  """Raises if `state` has another type, or its moments have another codec."""
+  """Raises unless `state` has the type `kind` and moments stored by `codec`."""
   if not isinstance(state, kind):
     raise TypeError(
       f"{op}: state must be {a(kind)}, got {a(type(state))}; "
@@ -289,8 +289,8 @@ def placeholder_type() -> type:
 def marked_moment(placeholder: Any, codec: GroupCodec) -> Moment:
   """Makes a moment whose codes `optax.tree.map_params` treats as parameters.
 
-  Statistics may need other shardings than parameters, so `amax` and `range` are
-  a single leaf each, to which `transform_non_params` applies.
+  Statistics may need different shardings than parameters, so `amax` and `range`
+  are a single leaf each, to which `transform_non_params` applies.
   """
   leaf = jnp.zeros([], jnp.int32)
   if isinstance(codec, Factored):
@@ -319,7 +319,7 @@ _MAKERS = {
 def find_states(op: str, opt_state: Any, remedy: str = "") -> list[Any]:
   """Lists our states in a tree; raises a ValueError if there are none.
 
-  These are each `MomentState` and `EncodedState`.
+  Our states are `MomentState`s and `EncodedState`s.
   """
   leaves = jax.tree.leaves(opt_state, is_leaf=is_state)
   found = [leaf for leaf in leaves if is_state(leaf)]

@@ -2,8 +2,8 @@
 """Runs an optimizer's step: decodes moments, updates them in f32, encodes them.
 
 XLA cannot partition a kernel. So if a leaf's sharding is known and splits no
-group, each device steps its own shard, without communication. Random words
-depend on a value's place in the whole leaf, so the mesh changes no result.
+group, each device updates its own shard, without communication. Random words
+depend on a value's place in the whole leaf, so no result depends on the mesh.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ from coat_jax.optimizer.state import (
 )
 from coat_jax.optimizer.weights import Weight, in_f32
 
-# `arithmetic(g, *moments, scalars)` returns update and new moments, all f32.
+# `arithmetic(g, *moments, scalars)` returns the update and new moments, in f32.
 Arithmetic = Callable[..., tuple[Array, ...]]
 
 
@@ -55,7 +55,7 @@ def encode(
   part: LeafPart,
   first: int = 0,
 ) -> Stored:
-  """Encodes moments of one leaf; `values[0]` is its moment number `first`."""
+  """Encodes moments of one leaf, beginning with its moment number `first`."""
 
   def f(values, part):
     shape = values[0].shape
@@ -132,7 +132,7 @@ def one_body(fn: Callable) -> Callable:
 
 
 def shares_body() -> bool:
-  """Returns whether leaves share a body: on a CPU, with nothing to partition.
+  """Returns whether leaves share a body: on a CPU, if nothing is partitioned.
 
   XLA's partitioner does not look into a body that is inlined late. On an
   H200, sharing the body takes more compile time and temporary memory.
@@ -223,9 +223,9 @@ def is_factored(groups: GroupCodecs) -> bool:
 
 
 def _computed(compute, finish, arrays, stored, part, groups):
-  """Runs `compute`, finishes its first result, and encodes the others.
+  """Runs `compute`, calls `finish` on its first result, encodes the others.
 
-  A factored second moment is only read: the optimizer must update it before.
+  A factored second moment is only read: the optimizer has already updated it.
   """
   shape = stored[0].codes.shape
   on_gpu = platform() in ("gpu", "cuda", "rocm")

@@ -60,8 +60,8 @@ def split(
 ) -> SplitWeight:
   """Rounds f32 of any shape to 24 bits, and splits these into bf16 and a byte.
 
-  With random words, it rounds stochastically: the mean of join(split(x)) is x.
-  Otherwise it rounds to nearest, ties to even. A NaN becomes the canonical NaN
+  With `words`, rounding is stochastic: the mean of join(split(x)) is x.
+  Otherwise it is to nearest, ties to even. A NaN becomes the canonical NaN
   of its sign. Finite magnitudes above 3.3961e38, whose nearest bf16 would be
   infinite, become 3.3961e38.
   """
@@ -270,12 +270,12 @@ def stochastic_rounding(
 ) -> optax.GradientTransformationExtraArgs:
   """Changes updates so that `optax.apply_updates` rounds bf16 stochastically.
 
-  Use this as the last transformation of a chain. Without `low_bits`, a bf16
-  weight p's update d becomes round(p + d) - p in f32, where round is stochastic
-  and has the expected value p + d. `optax.apply_updates` then computes
-  round(p + d) exactly if this value is within a factor of 2^16 of p. With the
-  same seed and step, `coat_jax.apply_updates` returns the same weights, bit for
-  bit. Updates of weights of other dtypes do not change.
+  Use this as the last transformation of a chain. Without `low_bits`, the update
+  d of a bf16 weight p becomes round(p + d) - p in f32, where round is
+  stochastic and has the expected value p + d. `optax.apply_updates` then
+  computes round(p + d) exactly if this value is within a factor of 2^16 of p.
+  With the same seed and step, `coat_jax.apply_updates` returns the same
+  weights, bit for bit. Updates of weights of other dtypes do not change.
 
   Do not wrap this transformation in `optax.apply_if_finite`, which requires
   updates in the gradients' dtype. Wrap only the optimizer before it.

@@ -40,7 +40,7 @@ def encode_zeros(group: GroupCodec, leaf: Any) -> Encoded:
 
 
 def _mesh_for(sharding: Sharding | None) -> AbstractContextManager[Any]:
-  """Sets the mesh of a concrete leaf on explicit axes, if no mesh is set.
+  """If no mesh is set, sets the mesh of a concrete leaf on explicit axes.
 
   JAX cannot set a mesh while it traces a function, so zeros made in a trace are
   not sharded, as with `jnp.zeros_like`.

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads files of text, tokens, chats or images, and builds batches of them."""
+"""Reads text, tokens, chats or images from files, and builds batches."""

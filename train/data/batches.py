@@ -20,7 +20,8 @@ from train.data.tokens import TokenSource
 class Rows(Protocol):
   """Rows from which batches are made."""
 
-  # Whether an incomplete last batch of held-out rows is padded (else dropped).
+  # If the last batch of held-out rows is incomplete: True to pad it, False to
+  # drop it.
   has_padding: ClassVar[bool]
 
   def __len__(self) -> int: ...
@@ -32,7 +33,7 @@ class Rows(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-  """Windows of `seq + 1` tokens of a stream; neighbours overlap by a token."""
+  """Windows of `seq + 1` tokens in a stream; neighbors overlap by one token."""
 
   has_padding: ClassVar[bool] = False
 
@@ -159,7 +160,7 @@ def read_ahead(
 ) -> grain.IterDataset:
   """Prefetches one batch per thread; with 0 threads, nothing is prefetched.
 
-  grain can save and restore the position of the result's iterator.
+  grain can save and restore the position of an iterator over the result.
   """
   # grain's default buffer of 500 batches could hold gigabytes.
   options = grain.ReadOptions(

@@ -2,9 +2,9 @@
 """Reads image files as the pixels that a vision tower expects.
 
 As in transformers, an image is converted to RGB and resized by Pillow, with 8
-bits per channel. For CLIP, the shorter side gets the given length, and only the
-center is kept. For SigLIP, both sides get the given lengths. The values are
-then scaled in f64 and normalized in f32.
+bits per channel. For CLIP, the shorter side gets the configured length, and
+only the center is kept. For SigLIP, both sides get the configured lengths. The
+values are then scaled in f64 and normalized in f32.
 
 Files may come from untrusted sources, so we check each header first: the
 format, and the number of pixels before and after resizing.
@@ -30,7 +30,8 @@ from train.options import first_line
 MAX_PIXELS = 89_000_000
 # Tracking pixels and placeholders for failed downloads often have one pixel.
 _MIN_SIDE = 2
-# Only raster formats. Pillow also reads PostScript, whose files are programs.
+# Only raster formats are read, because PostScript files, which Pillow also
+# reads, are programs.
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 # Modes with more than 8 bits per channel, whose values Pillow would clip.
 _DEEP = ("I", "F")
@@ -144,14 +145,14 @@ class Preprocessing:
     return size
 
   def check(self, files: Iterable[Path], *, threads: int = 1) -> None:
-    """Checks the headers of images, in `threads` threads at once."""
+    """Checks the headers of images, in up to `threads` threads."""
 
     def check_one(file: Path) -> None:
       with _opened(file) as image:
         self._check_size(image)
 
-    # Set the filter once, because all threads share it. `_check_size` refuses
-    # the images that Pillow warns about.
+    # Set the warning filter once, because all threads share it. `_check_size`
+    # refuses the images that Pillow warns about.
     with warnings.catch_warnings():
       warnings.simplefilter("ignore", Image.DecompressionBombWarning)
       with ThreadPoolExecutor(threads) as pool:

@@ -4,13 +4,13 @@
   FOLDER/train/CLASS/*.png   images to train on
   FOLDER/test/CLASS/*.png    held-out images; test may also be named val or
                              validation
-  FOLDER/CLASS/*.png         all images, if there is no folder train
+  FOLDER/CLASS/*.png         all images, if there is no `train` folder
 
 Without a held-out folder, a share of each class is held out. Classes are
 numbered in the order of their names. Images may also be in subfolders of a
-class. All headers are read at the start. If the pixels of all images fit into
-`_IN_MEMORY` bytes, they are read at the start too and stay in memory. Otherwise
-they are read a batch at a time.
+class. All image headers are read at the start. If the pixels of all images fit
+into `_IN_MEMORY` bytes, they are read at the start too and stay in memory.
+Otherwise they are read a batch at a time.
 """
 
 import dataclasses

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encodes and decodes text as in the training data of a model.
+"""Encodes and decodes text in the same way as a model's training data.
 
 `open_text` returns a `ByteText`, whose ids are bytes, or a `TokenizerText`,
 which uses a `tokenizers` JSON file. `FolderText` reads a Hugging Face folder:

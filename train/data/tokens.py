@@ -24,7 +24,7 @@ from train.options import Share, fixed
 Dtype = Literal["text", "uint16", "uint32"]
 DTYPES = get_args(Dtype)
 _THREADS = 16
-# The number of samples to check before training, and of tokens in each sample.
+# The number of samples to check before training, and the tokens per sample.
 _SAMPLES, _SAMPLE_TOKENS = 64, 4096
 
 
@@ -37,8 +37,8 @@ class DataConfig:
       code of Python's standard library.
     tokenizer: A `tokenizers` JSON file for text; None to use bytes as ids.
     dtype: The content of the files: text, or token ids of this type.
-    held_out: Share of the stream to hold out for evaluation, at the stream's
-      end: at most a half, and at least one sequence.
+    held_out: Share of the stream, taken from its end, to hold out for
+      evaluation: at most half of the stream, but at least one sequence.
 
   Raises:
     ValueError: Options are incompatible or out of range.

@@ -115,7 +115,7 @@ class Answers(NamedTuple):
 
   @property
   def exact_match(self) -> float | None:
-    """The share of short references matched; None if no reference is short."""
+    """The share of matched short references; None if no reference is short."""
     matches = sum(x.is_match for x in self.answers if x.is_short)
     return matches / self.short if self.short else None
 
@@ -126,7 +126,7 @@ class _Exam(NamedTuple):
   model: Decoder | VisionLanguageModel
   documents: Documents
   count: int  # Only the first `count` conversations are used.
-  slots: int  # Number of images for which each row has room.
+  slots: int  # Number of images that each row has room for.
   batch: int  # Number of rows that are computed at once.
 
   def pixels(self, conversation: int, count: int) -> np.ndarray:

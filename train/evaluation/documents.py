@@ -54,7 +54,7 @@ def _documents_of(file: Path) -> Iterator[str]:
 def _opened(
   file: Path, compressed: str
 ) -> tuple[Any, tuple[type[Exception], ...]]:
-  """Opens a file; returns it, and the errors that it raises if damaged."""
+  """Opens a file; returns it with the errors that a damaged file raises."""
   if compressed == ".gz":
     return gzip.open(file), (EOFError, zlib.error, gzip.BadGzipFile)
   if compressed == ".zst":

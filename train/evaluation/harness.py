@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs lm-evaluation-harness on a `Decoder`; needs the extra `eval`.
+"""Runs lm-evaluation-harness on a `Decoder`; needs the `eval` extra.
 
 `DecoderLM` follows the harness's own rules for Hugging Face models. A context
 that is too long loses its beginning. An empty context is replaced by the token
 that `prefix_token` returns. Generated text is cut before the first stop string.
 
 Only texts that are scored as a whole are treated differently. `DecoderLM` puts
-exactly one token before the text and does not score this token. The harness
-also scores a token that the tokenizer adds at the start.
+exactly one token before the text and does not score this token. The harness, by
+contrast, also scores a token that the tokenizer adds at the start.
 
   lm = DecoderLM(model, text, length=2048)
   lm_eval.simple_evaluate(lm, tasks=["hellaswag"])
@@ -116,7 +116,7 @@ class DecoderLM(TemplateLM):
     found = {}
     with _progress("generate_until", len(asked), disable_tqdm) as bar:
       order = _longest_first(encoded, len)
-      # All contexts of one call must have the same options.
+      # All contexts in one call to `generate` must have the same options.
       order = sorted(order, key=lambda one: repr(asked[one[0]][1]))
       for _, group in itertools.groupby(order, lambda one: asked[one[0]][1]):
         for some in itertools.batched(group, self._batch):

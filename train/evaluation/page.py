@@ -49,7 +49,7 @@ def render(models: Sequence[tuple[str, Answers]]) -> str:
 
 
 def _is_shown(turn: Sequence[Answer]) -> bool:
-  """Returns whether the page shows a turn when it shows only differences."""
+  """Returns whether a turn is visible if only differences are shown."""
   if len(turn) > 1:
     return len({each.answer for each in turn}) > 1
   return turn[0].is_short and not turn[0].is_match
@@ -57,7 +57,7 @@ def _is_shown(turn: Sequence[Answer]) -> bool:
 
 def _thumbnail(file: Path) -> str:
   """Returns a small JPEG as a data URI; ignores EXIF rotation, as models do."""
-  from PIL import Image  # Part of the extra vision.
+  from PIL import Image  # Part of the `vision` extra.
 
   with Image.open(file) as image:
     small = image.convert("RGB")

@@ -3,9 +3,10 @@
 
 A text that exceeds the model's length is read in windows of that length. Each
 window begins `stride` tokens after the previous window, or fewer at the end of
-the text. A window counts only the tokens that no earlier window counted. By
+the text. A token is counted only in the first window that predicts it. By
 default, as in lm-evaluation-harness, the stride equals the length, and only the
-last two windows overlap. A shorter stride gives more context in more windows.
+last two windows overlap. A shorter stride gives each token more context, but
+needs more windows.
 
   length 4, stride 2      read      a b c d | c d e f | e f g h
                           counted   b c d e |     f g |     h i
@@ -68,10 +69,10 @@ def perplexity(
   """Measures how well a model predicts texts.
 
   Every token of a document is predicted. Before the document, the model reads
-  the token that `prefix_token` returns; this token is not counted. `stride`
-  None means `length`. With `kind` "apart", each document is scored alone. With
-  "joined", all documents form one text, so a document's context includes the
-  documents before it.
+  the token that `prefix_token` returns; this token is not counted. By
+  default, `stride` equals `length`. With `kind` "apart", each document is
+  scored alone. With "joined", all documents form one text, so a document's
+  context includes the documents before it.
   """
   stride = length if stride is None else stride
   if not 1 <= stride <= length:
@@ -116,7 +117,7 @@ def perplexity(
 def windows(
   count: int, length: int, stride: int
 ) -> Iterator[tuple[int, int, int]]:
-  """Yields (start, middle, end): a window counts tokens middle to end - 1."""
+  """Yields (start, middle, end); each window counts tokens[middle:end]."""
   done, step = 1, length
   while done < count:
     end = min(count, done + step)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Formats results of evaluations as tables, and writes them as JSON."""
+"""Formats evaluation results as tables, and writes them as JSON."""
 
 import contextlib
 import importlib.metadata

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Computes log-probabilities of tokens given the tokens before them.
 
-Rows are padded on the right to one of a few lengths: 64, 128, 256, ... and the
-`Scorer`'s `length`. No real token attends to padding, so padding does not
-change a row's score. One program is compiled for each length that occurs.
+Rows are padded on the right to one of a few lengths: 64, 128, 256 and so on, up
+to the `Scorer`'s `length`. No real token attends to padding, so padding does
+not change a row's score. One program is compiled for each length that occurs.
 """
 
 import functools
@@ -161,7 +161,7 @@ def _token_scores(
   positions = loss_positions(*targets.shape, decoder.config.vocab_size)
 
   def score_position(at_position):
-    hidden, targets = at_position  # [B, D] and [B].
+    hidden, targets = at_position  # [rows, d_model] and [rows].
     logits = decoder.logits_of_hidden(hidden[:, None])[:, 0]
     at_target = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
     logprobs = at_target - jax.nn.logsumexp(logits, axis=-1)

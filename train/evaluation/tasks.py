@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs tasks of lm-evaluation-harness, from its package or from a folder.
+"""Runs lm-evaluation-harness tasks, from its package or from a folder.
 
 Nothing is downloaded: a task fails if its data are not on this machine. The
-module requires the extra `eval`.
+module requires the `eval` extra.
 """
 
 import contextlib
@@ -88,7 +88,7 @@ class Tasks:
 
   @contextlib.contextmanager
   def _inside(self) -> Iterator[None]:
-    """Enters the tasks' folder, and sends standard output to standard error."""
+    """Enters the tasks' folder; redirects standard output to standard error."""
     folder = contextlib.nullcontext()
     if self._folder is not None:
       folder = contextlib.chdir(self._folder)

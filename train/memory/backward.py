@@ -103,7 +103,7 @@ class Layer:
 
   @property
   def unsummed(self) -> float:
-    """Counts the gradients' values not yet summed at the next MLP's peak."""
+    """Counts gradient values not summed over GPUs by the next MLP's peak."""
     every = sum(self.weights.values())
     if self.fsdp <= _FEW or self.sums_at_once:
       return every
@@ -112,7 +112,7 @@ class Layer:
 
   @property
   def unsummed_last(self) -> float:
-    """Counts the same at the embedding's gradient, after the last layer."""
+    """Counts such values while the embedding's gradient is computed."""
     if self.fsdp <= _FEW and not self.sums_at_once:
       return self.weights["gate_up"]
     return self.unsummed
@@ -136,8 +136,8 @@ class Layer:
   @property
   def gathered(self) -> float:
     """Returns the memory for a gathered weight, relative to its size."""
-    # On a mesh: the gathered rows and a copy of the GPU's own rows. On one GPU,
-    # XLA reads weights in place.
+    # On a mesh, there are the gathered rows and a copy of the GPU's own rows.
+    # On one GPU, XLA reads weights in place.
     return 1 + 1 / self.fsdp if self.is_on_mesh else 0
 
   @property
@@ -177,7 +177,7 @@ def layer_backward(layer: Layer) -> float:
 
 # The coefficients below are for a gated MLP. GPT-2's MLP has no gate, but the
 # sums still predict its compiled peak within 1 %. XLA has no arrays for a gate,
-# but it keeps a BF16 gradient, from which it later sums a bias's gradient.
+# but keeps a BF16 gradient instead, to compute a bias's gradient from it later.
 #
 # "Product" below is the elementwise product of the activated gate and up.
 
@@ -186,10 +186,10 @@ def _bf16_backward(layer: Layer) -> float:
   inner, unit, weights = layer.inner, layer.unit, layer.weights
   if not layer.is_on_mesh:
     # The MLP's peak has, in BF16: the gradients of gate, up and product; an
-    # array of gate_up's size; two of the residual stream's size; and the copies
-    # of tokens and their gradients. Attention's peak has gate, up and product,
-    # which are not freed yet, and arrays such as q, k, v, the output and their
-    # gradients (12 * unit).
+    # array as large as the weight gate_up; two arrays as large as the residual
+    # stream; and the copies of tokens and their gradients. Attention's peak has
+    # gate, up and product, which are not freed yet, and arrays such as q, k, v,
+    # the output and their gradients (12 * unit).
     mlp = BF16 * (3 * inner + weights["gate_up"]) + 2 * unit + 2 * layer.rows
     return max(mlp, BF16 * 3 * inner + 12 * unit)
   # On a mesh, the sums contain gathered weights, and copies of the operands
@@ -211,8 +211,8 @@ def _bf16_recomputed(layer: Layer) -> float:
   mlp = BF16 * (2 * gate_up + inner + weights["gate_up"])
   mlp += 6 * unit + 2 * layer.key
   if layer.experts:
-    # Copies of tokens, their gradients, an array twice as large, and q, k and v
-    # before RoPE.
+    # Add copies of tokens, their gradients, an array twice as large as these
+    # copies, and q, k and v before RoPE.
     mlp += 4 * layer.rows + 2 * unit
   attention = BF16 * 2 * gate_up + 8 * unit + 4 * layer.key
   if not is_gated:  # GPT-2's biases and LayerNorms need further arrays.
@@ -229,7 +229,7 @@ def _fp8_linear_backward(layer: Layer) -> float:
     gradients = layer.grad_value * sum(weights.values())
     return mlp + gradients + layer.gathered * weights["gate_up"]
   # The peak is either in the MLP, with copies of the operands that matmuls
-  # save, or at the layer's end, with the gradient of gate_up and fewer others.
+  # save, or at the layer's end, with gate_up's gradient and fewer other arrays.
   last = layer.value * weights["gate_up"] + 4 * inner + 2 * unit
   return max(mlp + inner + 3.5 * unit, last)
 
@@ -262,9 +262,9 @@ def _coat_on_mesh(layer: Layer) -> float:
   if not layer.optimizer_in_backward:
     return mlp + layer.grad_value * layer.unsummed
   if layer.sums_at_once:
-    # The peak holds all gradients of weights, the operands of qkv's matmul for
-    # the gradient of its input (weights in E4M3, gradients in E5M2), and the
-    # gradients of the residual stream, before and after.
+    # The peak holds the gradients of all weights; the operands of the matmul
+    # that computes the gradient of qkv's input (weights in E4M3, gradients in
+    # E5M2); and the gradients of the residual stream, before and after.
     last = layer.grad_value * every + weights["qkv"]
     return max(mlp, last + 3.5 * unit + layer.key)
   # The peak holds two gradients that are not summed over GPUs yet, the GPU's
@@ -303,7 +303,7 @@ def _coat_mlp(layer: Layer) -> float:
 
 
 def _saved_in_mlp(layer: Layer) -> float:
-  """Counts the bytes saved or recomputed that the MLP's peak contains."""
+  """Counts the saved and recomputed bytes that are part of the MLP's peak."""
   inner, unit = layer.inner, layer.unit
   saves_product = layer.recipe.residuals == "coat" and not layer.experts
   if layer.is_recomputed:

@@ -8,9 +8,9 @@ fraction of a second for any layer width.
 
 The kind of an array is the name that `coat_jax.layers` gives it for checkpoint
 policies. Arrays that plain autodiff saves (recipes bf16 and fp8_linear) have no
-name. Among them, operands of linear layers have the kind `linear`, and the
-input of the whole layer has `norm`. Others get the kind of the
-`residual_scope` that encloses them.
+name. Among these, operands of linear layers have the kind `linear`, and the
+input of the whole layer has the kind `norm`. All others have the kind of the
+`residual_scope` in which they are computed.
 """
 
 import dataclasses
@@ -113,7 +113,7 @@ def residual_arrays(
   recipe = dataclasses.replace(recipe, axes=None)  # Trace for one device.
   options = {}
   if isinstance(config, ModelConfig) and config.kinds_of_layers is not None:
-    options = dict(kind=jnp.int32(0))  # All kinds save the same arrays.
+    options = dict(kind=jnp.int32(0))  # Layers of all kinds save the same.
   layer = nnx.eval_shape(
     lambda: TransformerLayer(config, recipe, rngs=nnx.Rngs(0))
   )

@@ -38,8 +38,8 @@ LAYER: dict[str, dict[Remat, float]] = {
 }
 # The fixed cost of a step, by the format of the weights. On one H200, a step
 # with float32 takes 304 ms for 2 sequences and 491 ms for 4; with bfloat16, it
-# takes 471 ms for 4. Our estimates of the ratios of these times are within 2 %.
-# bfloat16_low8 was not measured; we chose a value in between.
+# takes 471 ms for 4. The ratios that we estimate are within 2 % of the measured
+# ones. bfloat16_low8 was not measured; we chose a value in between.
 STEP: dict[Stored, float] = {
   "float32": 1500,
   "bfloat16_low8": 1300,
@@ -67,12 +67,12 @@ class Found(NamedTuple):
 def candidates(
   config: TrainConfig, params: Stored | None, remat: Remat | None
 ) -> Iterator[TrainConfig]:
-  """Yields the runs to compare: a model in bf16, fp8_linear and coat.
+  """Yields the runs to compare, with recipes bf16, fp8_linear and coat.
 
   Recipes bf16 and fp8_linear store weights and moments in f32, as is usual.
-  `params` and `remat` restrict the runs to those with this value; None allows
-  all values. `config` is a run with the `coat` recipe, whose other options are
-  valid for all of these runs.
+  `params` and `remat` restrict the runs to those with the given values; None
+  allows all values. `config` is a run with the `coat` recipe, whose other
+  options are valid for all of these runs.
   """
   for recipe in ("bf16", "fp8_linear"):
     for kept in LAYER[recipe]:
@@ -144,7 +144,7 @@ def _in_microbatches(run: TrainConfig, allowed: int) -> TrainConfig:
 
 
 def command(run: TrainConfig, preset: str, plain: TrainConfig) -> str:
-  """Returns a run's command line; omits options with the value in `plain`."""
+  """Returns a run's command line; omits options that equal those of `plain`."""
   words = ["python -m train.pretrain", preset]
   left_out = ("out", "data", "model", "optim")
   for prefix, ours, theirs in (

@@ -185,7 +185,8 @@ def _plan_decoder(
     weights_in_fp8 = layers if recipe.experts == "fp8" else linear
     cached = layouts * weights_in_fp8 / layer.fsdp  # One byte per value.
     if recipe.experts == "fp8" and layer.recomputes_experts and layouts == 1:
-      # The backward pass recomputes gate and up, from columns of their weight.
+      # The backward pass recomputes gate and up, and so reads their weight in
+      # column layout too.
       cached += model.num_layers * matrices["gate_up"] / layer.fsdp
   summed = 0
   if config.accumulate > 1:  # Sums over microbatches stay allocated.
@@ -232,7 +233,7 @@ def _loss_bytes(layer: Layer, batch: int, seq: int) -> float:
     total += BF16 * head  # The output weights in BF16, gathered on a mesh.
   if layer.value == BF16 and not layer.is_on_mesh:
     # The gradient of the output weights is rounded to BF16 after the logits are
-    # freed, and this may need more memory.
+    # freed, which may need more memory than the sum above.
     total = max(total, (F32 + BF16) * head + 2 * unit)
   return total
 
@@ -246,8 +247,8 @@ def _embedding_bytes(layer: Layer) -> float:
     if layer.recipe.linear == "fp8" and not layer.optimizer_in_backward:
       total += layer.grad_value * layer.unsummed_last
   elif not layer.optimizer_in_backward:
-    # If the embedding is tied to the output weights: the loss's share of their
-    # gradient. With BF16 layers, XLA also allocates zeros.
+    # If the embedding is tied to the output weights, the loss's share of their
+    # gradient is in memory too. With BF16 layers, XLA also allocates zeros.
     model: Any = layer.model
     count = 2 if layer.recipe.linear == "bf16" else 1
     total += F32 * count * head * model.tied_embeddings
@@ -267,10 +268,10 @@ def _head_in_backward(layer: Layer) -> float:
       alone = (BF16 + F32) * model.tied_embeddings
       summed += (BF16 if layer.is_on_mesh else alone) * head
     return summed
-  # The optimizer has updated the output weights, and their gradient is freed,
-  # except if they are tied to the embedding: then the gradient of the lookup is
-  # added to it later. XLA may allocate zeros for the embedding's gradient
-  # before it differentiates the layers.
+  # If the output weights are not tied to the embedding, the optimizer has
+  # updated them, and their gradient is freed. If they are tied, the gradient of
+  # the lookup is added to their gradient later. XLA may allocate zeros for the
+  # embedding's gradient before it differentiates the layers.
   return summed * model.tied_embeddings + BF16 * head
 
 

@@ -42,7 +42,7 @@ class Checkpoints:
   """The checkpoints in a folder."""
 
   def __init__(self, path: Path, *, keep: int):
-    """Opens a folder, which need not exist; keeps the newest `keep` steps."""
+    """Opens or creates a folder; keeps the newest `keep` checkpoints."""
     self.path = path
     options = ocp.CheckpointManagerOptions(
       max_to_keep=keep,
@@ -56,7 +56,7 @@ class Checkpoints:
     self._manager = ocp.CheckpointManager(path.absolute(), options=options)
     self._opened = contextlib.ExitStack()
     self._opened.enter_context(quietly())
-    # Keep the run's folder open, to notice if the path leads to another folder.
+    # Keep the run's folder open, to notice if its path later leads elsewhere.
     self._run = os.open(path.parent, os.O_RDONLY)
     self._opened.callback(os.close, self._run)
 
@@ -183,7 +183,7 @@ def latest_step(path: Path) -> int | None:
 
 
 def newest_whole_step(path: Path) -> tuple[int, list[str]]:
-  """Returns the newest undamaged step, and the damage of newer checkpoints."""
+  """Returns the newest undamaged step, and the damage in newer checkpoints."""
   found, damaged = -1, []
   if processes.is_primary():
     for folder in reversed(_folders(path)):

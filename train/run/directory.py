@@ -80,7 +80,7 @@ class RunDirectory:
   def newest_description(self) -> tuple[int, dict]:
     """Reads the newest undamaged checkpoint's step and description.
 
-    Prints the damage of newer checkpoints.
+    Prints any damage in newer checkpoints.
     """
     step, damaged = checkpoint.newest_whole_step(self.checkpoints)
     if damaged:
@@ -96,7 +96,7 @@ class RunDirectory:
     return RunDirectory(self.path / "twins" / name)
 
   def twins(self) -> list["RunDirectory"]:
-    """Lists the twins with which this run was compared."""
+    """Lists the twins that this run was compared with."""
     found = sorted((self.path / "twins").glob("*"))
     return [run for run in map(RunDirectory, found) if run.is_run()]
 
@@ -139,8 +139,8 @@ class RunDirectory:
     """Locks the folder against other commands, and runs `check`."""
     with contextlib.ExitStack() as opened:
       if processes.is_primary():
-        # Before a lock file is written to a folder that is not a run, check it.
-        # Check again when no other command can change the folder.
+        # If the folder is not a run, check it before writing a lock file to it.
+        # Check again once no other command can change the folder.
         if not self.is_run():
           self.check(config)
         self._lock(opened)
@@ -198,7 +198,8 @@ class RunDirectory:
 
   def _remove_files(self) -> None:
     """Removes the run's files, and parent folders that become empty."""
-    # Rename checkpoints first, so that none with missing files can be resumed.
+    # Rename checkpoints first. Otherwise, a run could resume from a checkpoint
+    # with missing files.
     if not self.checkpoints.is_symlink():
       checkpoint.set_all_aside(self.checkpoints)
     for item in self._own_files():

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ends a command early, with an exit status and a one-line error.
 
-Training commands may run as several processes. On bad input, these raise `Stop`
-together, so that none waits for a process that has ended. After other failures,
-the failed process exits immediately (`stop_on_failure`). Commands that do not
-train run in `exit_status`.
+Training commands may run as several processes. On bad input, all processes
+raise `Stop`, so that none waits for a process that has ended. After other
+failures, the failed process exits immediately (`stop_on_failure`). Commands
+that do not train run in `exit_status`.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ def stop_on_bad_input() -> Iterator[None]:
 
 
 def read_or_stop[Item](items: Iterable[Item]) -> Iterator[Item]:
-  """Yields items; if reading one fails, all processes stop."""
+  """Yields items; if reading an item fails, all processes stop."""
   items = iter(items)
   while True:
     with stop_on_bad_input():  # Reading may find a damaged image.

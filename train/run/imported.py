@@ -20,7 +20,7 @@ from train.step import TrainState
 def create_run(
   op: str, config: TrainConfig, make: Callable[[TrainState], TrainState]
 ) -> int:
-  """Creates a run with one checkpoint on one device; returns the step."""
+  """Creates a run with one checkpoint on one device; returns its step."""
   run = RunDirectory(config.out)
   if config.resume:  # Otherwise `claimed` would accept an existing run.
     raise ValueError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logs a run: metrics.jsonl, progress on standard error, tables.
+"""Writes metrics.jsonl, shows a run's progress, and formats tables.
 
 Each line of metrics.jsonl is a JSON object with the key `step`. There are four
 kinds of lines:
@@ -153,7 +153,7 @@ class Progress:
 
 
 class StepsInFlight:
-  """Steps that were started, but whose metrics were not read yet.
+  """Steps that have started, but whose metrics have not been read yet.
 
   Reading a step's metrics waits until the step ends. We read them after the
   next step has started. Otherwise the device would be idle for 2 to 3 ms per
@@ -176,7 +176,7 @@ class StepsInFlight:
     self._last_end = 0.0
 
   def add(self, step: int, start: float, metrics: StepMetrics) -> None:
-    """Adds a started step; `start` is the clock before its batch was read."""
+    """Adds a started step; `start` is the time before its batch was read."""
     self._started.append((step, start, metrics))
 
   def read(self, *, leave: int = 0) -> str | None:
@@ -213,7 +213,7 @@ class StepsInFlight:
 
 
 def describe_rows(metrics: StepMetrics, tokens_per_s: float) -> dict:
-  """Returns values about targets and padding to log; {} if either is None."""
+  """Returns values to log about targets and padding; {} if either is None."""
   if metrics.targets is None or metrics.padding is None:
     return {}
   padding = float(metrics.padding)
@@ -230,7 +230,7 @@ def format_number(x: float) -> str:
 
 
 def format_table(header: list[str], rows: list[list[str]]) -> str:
-  """Formats a table; the first column is left-aligned, others right-aligned."""
+  """Formats a table; only the first column is left-aligned."""
   lines = [header, *rows]
   widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
   lines.insert(1, ["-" * width for width in widths])

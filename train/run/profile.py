@@ -25,7 +25,7 @@ class Profiler:
 
   @property
   def is_at_edge(self) -> bool:
-    """Whether the next call of `before_step` will start or end a trace."""
+    """Whether the next call to `before_step` will start or end a trace."""
     return (self._seen in self._steps) != self._is_on
 
   def before_step(self) -> None:

@@ -67,7 +67,7 @@ def step_bytes(compiled: jax.stages.Compiled, exact: Any) -> int | None:
 
 
 def report_state(config: TrainConfig, state: TrainState) -> dict:
-  """Measures the error of encoded moments; counts the powers of `coat`."""
+  """Measures the error of encoded moments; counts the powers in codec coat."""
   codec = config.optim.moment_codec()
   state = processes.gather_arrays(state._replace(params=()))
   row: dict = {"state": state_report(state.optimizer, reference=state.exact)}
@@ -77,9 +77,9 @@ def report_state(config: TrainConfig, state: TrainState) -> dict:
 
 
 def _count_powers(state: TrainState) -> dict[str, dict[int, int]]:
-  """Counts, for each power, the nonzero groups of each moment that have it.
+  """Counts how many nonzero groups of each moment have each power.
 
-  The keys of the result are 16 times the powers.
+  In the result, the key of a power is 16 times the power.
   """
   adam, _ = weights.without_low(state.optimizer)
   counts = {}

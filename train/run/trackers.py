@@ -66,7 +66,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-  """Logs to a `wandb` run; users configure wandb by environment variables."""
+  """Logs to a `wandb` run, which environment variables configure."""
 
   def __init__(self, path: Path, name: str, description: dict):
     import wandb

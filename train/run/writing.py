@@ -39,7 +39,7 @@ class SaveError(OSError):
 
 @contextlib.contextmanager
 def save_errors(path: Path) -> Iterator[None]:
-  """Turns an OSError into a SaveError that shows a path."""
+  """Turns an OSError into a SaveError that names the path."""
   try:
     yield
   except SaveError:
@@ -104,7 +104,7 @@ def join_writers() -> None:
   """Waits for Orbax's threads after one of them has failed.
 
   Orbax raises the first error while other threads still write into the folder.
-  Their classes are private, so we recognize them by the class's module.
+  The threads' classes are private, so we recognize them by their module.
   """
   for thread in threading.enumerate():
     if type(thread).__module__.startswith("orbax."):

@@ -51,7 +51,7 @@ def write_config(
   max_length: int | None = None,
   labels: Sequence[str] | None = None,
 ) -> dict:
-  """Returns a config.json's content, and what `like` has besides."""
+  """Returns a config.json's content; other keys are copied from `like`."""
   found = _write(config, dtype, like or {})
   has_limit = getattr(config, "max_positions", None) is not None
   if max_length is not None and not has_limit:

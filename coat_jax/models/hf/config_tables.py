@@ -59,7 +59,8 @@ class ConfigTable:
     architectures: names of classes in transformers; the first one is written.
     keys: this family's keys, in addition to `parts` and `keys.WITHOUT_EFFECT`.
     model_type: the file's model_type; None for the family's name.
-    whole: model_type of the full model whose `vision_config` is this tower.
+    whole: model_type of the full model that contains this tower; its file
+      describes the tower under `vision_config`.
     parts: configurations inside this one, by key.
   """
 
@@ -88,7 +89,7 @@ _LLAMA = {
   "hidden_act": Fixed("silu"),
   "attention_dropout": Fixed(0),
   **_ONE_STACK,
-  **ignored(LONGEST),  # Only YaRN depends on it: `ROPE` reads it.
+  **ignored(LONGEST),  # Only YaRN needs this key; `ROPE` reads it.
   **ROPE,
 }
 
@@ -152,7 +153,7 @@ _GPT2 = {
   **ignored(
     # Our layers have no dropout.
     *("attn_pdrop", "embd_pdrop", "resid_pdrop"),
-    # Keys for classifiers, and of older versions of transformers.
+    # Keys for classifiers, and keys from older versions of transformers.
     *("summary_activation", "summary_first_dropout", "summary_type"),
     *("summary_proj_to_labels", "summary_use_proj"),
     *("n_ctx", "task_specific_params"),
@@ -185,7 +186,7 @@ _TOWER = {
   "num_channels": Field("num_channels", int, 3),
   **ignored(
     LONGEST,
-    "vocab_size",  # In a LLaVA's file this belongs to the text model.
+    "vocab_size",  # In LLaVA's files, this describes the text model.
     # Keys for new weights, for parts that a tower lacks, and for dropout.
     *("initializer_factor", "projection_dim", "encoder_stride"),
     *("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout"),

@@ -5,8 +5,8 @@ A file consists of 8 bytes with the header's length, the header (JSON that
 states each tensor's offset), and the tensors. All headers are checked before a
 tensor is read.
 
-An index lists the shards, which must be in its folder. They may be links to
-files elsewhere, as in the cache of huggingface_hub.
+An index lists the shards, which must be in the same folder. They may be links
+to files elsewhere, as in the cache of huggingface_hub.
 """
 
 import dataclasses

@@ -57,8 +57,8 @@ class _LayerTypes(Key):
   def read(self, file: Path, key: str, found: dict) -> dict[str, Any]:
     """Reads `full_every` of a `ModelConfig`.
 
-    `sliding_window_pattern` or the default is tried first: if there are fewer
-    than n layers, `layer_types` does not show n.
+    `sliding_window_pattern` or the default is tried first, because
+    `layer_types` does not reveal n if there are fewer than n layers.
     """
     stated = [x for key in _PATTERNS if (x := found.get(key))]
     pattern = stated[0] if stated else self.default
@@ -95,7 +95,7 @@ def _layer_types(full_every: int, num_layers: int) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class _Rope(Key):
-  """RoPE that all layers share; `has_partial` permits `PARTIAL` below 1."""
+  """RoPE that all layers share; `has_partial` allows a `PARTIAL` below 1."""
 
   has_partial: bool = False
 

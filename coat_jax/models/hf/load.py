@@ -53,7 +53,7 @@ def load_hf(
   dtype: DTypeLike = jnp.bfloat16,
   param_dtype: DTypeLike = jnp.float32,
 ) -> Any:
-  """Loads a model that `save_pretrained` of transformers wrote.
+  """Loads a model that transformers' `save_pretrained` wrote.
 
   config.json determines the class: a `Decoder`, a `VisionTower` (also for a
   CLIP or SigLIP checkpoint that includes a text model) or, for LLaVA, a
@@ -222,7 +222,7 @@ class _Parameter:
     self, part: Part, leaf: jax.ShapeDtypeStruct, store: Store | None
   ):
     """Prepares the conversion; `part` may be any layer of the parameter."""
-    # The first axis of a stacked parameter is the layers'.
+    # The first axis of a stacked parameter is the axis of layers.
     first = 1 if is_stacked(part.path) else 0
     shape, where = leaf.shape[first:], leaf.sharding
     self.sharding = None

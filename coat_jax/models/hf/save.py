@@ -80,8 +80,8 @@ def save_hf(
       of this process.
     folder: the folder to create.
     like: a folder whose config.json describes this model, or None. We copy its
-      tokenizer files, generation settings, settings of the image processor, and
-      those keys of its config.json that the model's shape does not determine.
+      tokenizer files, generation settings, image processor settings, and those
+      keys of its config.json that the model's shape does not determine.
     dtype: dtype of the tensors: float32, bfloat16 or float16; None for the
       dtype of `like` or, without `like`, the dtype of the model's weights.
     max_length: the context length with which a Decoder was trained, written to
@@ -90,8 +90,8 @@ def save_hf(
     labels: the names of a VisionTower's classes; None for the names in `like`
       or, if there are none, LABEL_0, LABEL_1 and so on.
     max_shard_size: largest size of the tensors in one file, in bytes. A larger
-      model is split into several files with an index. A layer's parameter is
-      never split.
+      model is split into several files with an index. One layer's part of a
+      parameter is never split.
 
   Raises:
     TypeError: an argument has the wrong type.

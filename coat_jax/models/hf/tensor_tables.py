@@ -31,7 +31,7 @@ _LLAMA: Table = {
 _NORMS_OF_QK: Table = {
   f"layers/attention/{x}_norm": f"{_LAYER}self_attn.{x}_norm" for x in "qk"
 }
-# OLMo 2 has norms after attention and MLP, and Gemma before and after each.
+# OLMo 2 has norms after attention and MLP; Gemma also has norms before them.
 _POST_NORMS: Table = {
   "layers/attention/post_norm": _LAYER + "post_attention_layernorm",
   "layers/mlp/post_norm": _LAYER + "post_feedforward_layernorm",
@@ -94,7 +94,7 @@ _CLIP: Table = {
 
 
 def _vit(config: VisionConfig) -> Table:
-  """Returns ViT's table; in classifiers, all but the head begin with `vit.`."""
+  """Returns ViT's table; classifiers add `vit.` to all names but the head's."""
   start, pool = "vit.", "classifier"
   if config.num_classes is None:
     start, pool = "", "pooler.dense"

@@ -111,10 +111,10 @@ class Part(NamedTuple):
 
 
 class Section(NamedTuple):
-  """A whole model, or the tower, projector or decoder of a LLaVA.
+  """A whole model, or the tower, projector or decoder of a LLaVA model.
 
-  Its parameters' paths start with `path`, such as "decoder/", and its tensors'
-  names with `prefix`. `config` is None for the projector.
+  The paths of its parameters start with `path`, such as "decoder/", and the
+  names of its tensors start with `prefix`. The projector's `config` is None.
   """
 
   path: str
@@ -138,9 +138,9 @@ class Section(NamedTuple):
     return (name, *(self.prefix + other for other in others))
 
   def foreign(self, names: Collection[str]) -> set[str]:
-    """Selects the tensors to skip: those of a CLIP or SigLIP outside its tower.
+    """Selects the tensors to skip: all outside the tower in CLIP and SigLIP.
 
-    Other checkpoints have no such tensors.
+    In checkpoints of other families, no tensors are skipped.
     """
     if self.family is None or CONFIGS[self.family].whole is None:
       return set()

@@ -2,9 +2,9 @@
 """Writes a folder completely or not at all.
 
 FOLDER is written inside FOLDER.unfinished and moved out at the end. If writing
-fails, FOLDER.unfinished is removed. Only a killed process leaves it behind.
-Then the next writer raises an error instead of removing it, because another
-process might still be writing there.
+fails, FOLDER.unfinished is removed. Only a killed process leaves it behind. In
+that case, the next writer raises an error instead of removing it, because
+another process might still be writing there.
 """
 
 import contextlib

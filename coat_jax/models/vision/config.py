@@ -55,15 +55,15 @@ class VisionConfig:
   """The shape of a vision tower.
 
   Attributes:
-    family: a row of `VISION_FAMILIES`: "vit", "clip_vision", "siglip_vision".
-    num_layers: number of layers of the encoder.
+    family: "vit", "clip_vision" or "siglip_vision" (`VISION_FAMILIES`).
+    num_layers: number of encoder layers.
     d_model: width of the residual stream, a multiple of 2 * `num_heads`.
     d_ff: width of the MLPs.
     num_heads: number of attention heads.
     image_size: height and width of images. If it is not a multiple of
       `patch_size`, the last rows and columns of pixels are ignored.
     patch_size: height and width of a patch.
-    num_channels: number of channels of images.
+    num_channels: number of image channels.
     norm_eps: epsilon that norms add to the variance.
     num_classes: number of classes of a "vit" that classifies images; None for
       all other towers.

@@ -12,7 +12,7 @@ from coat_jax.models.vision.config import VisionConfig
 
 
 class PatchEmbedding(nnx.Module):
-  """Embeds the patches of images, prepends the class token, adds positions.
+  """Embeds the patches of images, prepends the class token, and adds positions.
 
   `linear` has a kernel [C P P, D]; a patch's pixels are ordered by channel, row
   and column. The class token, if any, uses row 0 of `position_embed` [N, D].

@@ -84,7 +84,7 @@ class VisionTower(nnx.Module):
       store_params(getattr(self, name), name, store)
 
   def __call__(self, pixel_values: Array) -> Array:
-    """Returns what the family's Hugging Face model returns first.
+    """Computes the first output of the family's Hugging Face model.
 
     Args:
       pixel_values: images [B, C, H, W], BF16 or f32, resized and normalized.
@@ -126,8 +126,8 @@ class VisionTower(nnx.Module):
       pixel_values: as for `__call__`.
       layer: 0 for the input of the first layer, 1 for its output, and so on.
         Negative values count from the end: -1 is the output of the last layer,
-        and -2 that of the layer before it, which LLaVA uses by default. Layers
-        after this one do not run.
+        and -2 (LLaVA's default) is the output of the layer before it. Layers
+        after the selected one do not run.
 
     Returns:
       [B, N, D] in `dtype`; if there is a class token, it comes first.

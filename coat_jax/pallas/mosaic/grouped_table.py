@@ -65,8 +65,8 @@ def tiles_of_rows(
   return jnp.stack(table), last[-1:]
 
 
-def blocks_of_tokens(sizes: Array, depth: int) -> tuple[Array, Array]:
-  """Returns the table for `weights_product`, and its number of entries."""
+def blocks_of_tokens(sizes: Array, depth: int) -> Array:
+  """Returns the table for `weights_product`."""
   ends = jnp.cumsum(sizes, dtype=jnp.int32)
   begins = ends - sizes.astype(jnp.int32)
   first = begins // depth
@@ -79,4 +79,4 @@ def blocks_of_tokens(sizes: Array, depth: int) -> tuple[Array, Array]:
     first=first,
     blocks=jnp.where(sizes > 0, pl.cdiv(ends, depth) - first, 0),
   )
-  return jnp.stack(table), jnp.full(1, len(sizes), jnp.int32)
+  return jnp.stack(table)

@@ -28,6 +28,8 @@ from tests.pallas.kernels import for_h200, lowered_for_h200, refused
 # Sizes of groups, and the number of rows. Groups begin and end at any row. Some
 # are empty or have one row, and some rows belong to no group.
 SIZES = {
+  # Several groups share a block of 128 rows.
+  "many": ((100, 28, 0, 1, 113, 14, 0, 0, 40, 3), 384),
   "uneven": ((137, 0, 1, 113, 5), 256),
   "left_over": ((130, 3, 0, 200), 384),
   "one": ((0, 256, 0), 256),
@@ -112,8 +114,12 @@ def test_interpreted_kernel_multiplies_rows_by_weights(name, tile):
   assert not interpret_pallas_call.get_races().races_found
 
 
-@pytest.mark.parametrize("name", quick(1, SIZES))
-def test_interpreted_kernel_computes_weight_gradients(name):
+@pytest.mark.parametrize("run", quick(1, [8, 3, 1]))
+@pytest.mark.parametrize("name", quick(2, SIZES))
+def test_interpreted_kernel_computes_weight_gradients(name, run, monkeypatch):
+  # A single program computes runs of as many groups as are allowed.
+  monkeypatch.setattr(kernel, "_MOST_GROUPS", run)
+  monkeypatch.setattr(kernel, "_FEWEST_TILES", 1)
   x, g, w, sizes = arrays(name, d=256, f=128)
   wanted = by_hand(x, g, w, sizes)
   interpret_pallas_call.reset_gpu_interpret_mode_state()
@@ -122,7 +128,7 @@ def test_interpreted_kernel_computes_weight_gradients(name):
     g.columns,
     sizes,
     jnp.float32,
-    how=interpreted("two"),
+    how=kernel.How(SMALL["two"], programs=1, interpret=True),
     scale=jnp.broadcast_to(x.scale * g.scale, sizes.shape),
   )
   assert_is(dw, wanted[2])
@@ -310,8 +316,8 @@ def test_kernel_refuses_unsupported_arguments(monkeypatch):
 def test_kernel_matches_numpy_on_a_gpu(tile):
   rng = np.random.default_rng(0)
   sizes = rng.multinomial(8000, rng.dirichlet(np.full(32, 0.5)))
-  SIZES["many"] = tuple(int(n) for n in sizes), 8192
-  x, g, w, sizes = arrays("many", d=1024, f=768)
+  SIZES["routed"] = tuple(int(n) for n in sizes), 8192
+  x, g, w, sizes = arrays("routed", d=1024, f=768)
   y, dx, dw = by_hand(x, g, w, sizes)
   how = kernel.How(TILES[tile])
 
@@ -327,10 +333,12 @@ def test_kernel_matches_numpy_on_a_gpu(tile):
       rows(x.rows, w.columns, sizes, jnp.bfloat16, how, scale=x_w),
       rows(g.rows, w.rows, sizes, jnp.bfloat16, how, scale=g_w),
       weights(x.columns, g.columns, sizes, jnp.float32, scale=x_g),
+      weights(x.columns, g.columns, sizes, jnp.bfloat16, True, scale=x_g),
     )
 
   first = products(x, g, w, sizes)
-  for found, wanted in zip(first, (y, dx, dw), strict=True):
+  rows_first = np.moveaxis(dw, 0, 1)
+  for found, wanted in zip(first, (y, dx, dw, rows_first), strict=True):
     assert_is(found, wanted)
   for _ in range(20):  # A race would cause an error only now and then.
     again = products(x, g, w, sizes)

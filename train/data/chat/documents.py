@@ -32,7 +32,7 @@ class Counts:
   """Counts rows that were read or left out, and truncated documents."""
 
   rows: int = 0
-  # By reason: how many rows `skip_bad` left out, and the first one's place.
+  # For each reason: how many rows `skip_bad` left out, and where the first is.
   bad: dict[str, int] = dataclasses.field(default_factory=dict)
   first_bad: dict[str, str] = dataclasses.field(default_factory=dict)
   without_target: int = 0  # Rows left out because no target token fits.
@@ -72,7 +72,7 @@ class Documents:
   """Tokenized conversations, concatenated."""
 
   tokens: np.ndarray  # int32 [n].
-  mask: np.ndarray  # bool [n], True for targets; not for first tokens.
+  mask: np.ndarray  # bool [n], True for targets; False for first tokens.
   # int64 [documents + 1]: document i has the tokens starts[i] to
   # starts[i + 1] - 1.
   starts: np.ndarray
@@ -100,7 +100,7 @@ class Documents:
 
   @functools.cached_property
   def fingerprint(self) -> str:
-    """A hash of all but the pixels; a resumed run must have the same hash."""
+    """A hash of all but pixel data; a resumed run must have the same hash."""
     digest = hashlib.sha256()
     for array in (self.tokens, self.mask, self.starts):
       digest.update(np.ascontiguousarray(array))
@@ -138,9 +138,9 @@ def load_documents(
 
   A conversation of more than `seq + 1` tokens is cut after the last target span
   that fits, or after `seq + 1` tokens if none fits. Documents without a target
-  are left out. If `format` is None, each file has the format of its first row
-  with a known format. If `skip_bad` is true, bad rows are skipped and counted.
-  Otherwise they raise a ValueError.
+  are left out. If `format` is None, a file's format is that of its first row
+  whose format is known. If `skip_bad` is true, bad rows are skipped and
+  counted. Otherwise they raise a ValueError.
   """
   counts = Counts()
   reader = _Reader(encoder, format, skip_bad, images, counts)
@@ -154,7 +154,7 @@ def load_documents(
       counts.lost_targets += int(whole.mask.sum() - document.mask.sum())
       if not document.mask.any():
         counts.without_target += 1
-        if whole.mask.any():  # Note the smallest `seq` that fits a target.
+        if whole.mask.any():  # Note the smallest `seq` that keeps a target.
           shortest.append(int(np.argmax(whole.mask)))
         continue
       counts.truncated += len(document.tokens) < len(whole.tokens)

@@ -73,7 +73,7 @@ def read_rows(file: Path) -> Iterator[Row]:
 
 def _parse(line: bytes) -> Any:
   try:
-    # With the newline, json would report an error at the row's end in line 2.
+    # If the newline stayed, json would report errors at a row's end in line 2.
     return json.loads(line.decode("utf-8").rstrip("\r\n"))
   except UnicodeDecodeError as error:
     return BadData("not UTF-8", f"byte {error.start} of the row is not UTF-8")

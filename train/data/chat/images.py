@@ -3,8 +3,8 @@
 
 The key `image` or `images` of a row contains a path or a list of paths. The
 user's text contains one `<image>` for each path, in the same order. The
-tokenizer turns `<image>` into a single token, which we repeat for each feature
-vector that the model computes from an image.
+tokenizer turns `<image>` into a single token. We repeat this token, so that
+there is one for each feature vector that the model computes from the image.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ class ChatImages:
   preprocessing: Preprocessing
   token: int  # The id of `<image>`.
   tokens_each: int  # Number of tokens per image.
-  # Paths in rows are relative to this folder; None for the folder of the rows.
+  # Paths in rows are relative to this folder; None for their file's folder.
   folder: str | Path | None = None
 
   def of_row(
@@ -76,7 +76,7 @@ class ChatImages:
   def expand(
     self, tokens: np.ndarray, mask: np.ndarray, ends: list[int], *, images: int
   ) -> tuple[np.ndarray, np.ndarray, list[int]]:
-    """Repeats `<image>` in tokens and mask, and moves the ends of targets."""
+    """Repeats `<image>` in tokens and mask; adjusts the ends of targets."""
     is_image = tokens == self.token
     if (count := int(is_image.sum())) != images:
       raise BadData(
@@ -129,7 +129,7 @@ def _names(row: dict[str, Any]) -> list[str]:
 
 
 def _texts(parsed: Conversation | Completion) -> tuple[str, str]:
-  """Returns the text that others wrote, and the text of the assistant."""
+  """Returns the text of all roles but the assistant, and the assistant's."""
   if isinstance(parsed, Completion):
     return parsed.prompt, parsed.completion
   asked, answered = [], []

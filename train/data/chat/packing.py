@@ -83,8 +83,8 @@ def pack(
     counts, images = np.zeros(len(documents), np.int64), 0
   else:
     counts = np.diff(documents.images.starts)
-    # Use all documents, so that shapes do not depend on which documents are
-    # held out.
+    # Take the maximum over all documents, so that shapes do not depend on which
+    # documents are held out.
     images = int(counts.max(initial=1))
   if not is_packed:
     return PackedRows(documents, [(int(i),) for i in numbers], seq, images)

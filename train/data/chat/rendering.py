@@ -2,8 +2,8 @@
 """Renders chat templates in Jinja's sandbox, as transformers does.
 
 A template is a program that comes with a tokenizer. The sandbox gives it access
-to text only. It does not limit time or memory, so use templates of tokenizers
-that you trust.
+to text only. It does not limit time or memory, so use only templates from
+tokenizers that you trust.
 """
 
 import datetime

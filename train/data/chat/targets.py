@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the characters of a conversation's text that the assistant wrote.
 
-A template with {% generation %} marks these characters. For other templates,
-they are inferred from rendered texts. A turn begins where the generation prompt
-ends, because the model will continue from there. The turn includes the text
-that ends it (such as <|eot_id|>), so that the model learns to stop. We use two
-methods and check their results against the whole text. If neither method finds
-a turn with certainty, an error is raised.
-  * By contents: render the conversation again with other words in the
+A template with {% generation %} marks these characters. For other templates, we
+infer the characters from rendered texts. A turn begins where the generation
+prompt ends, because the model will continue from there. The turn includes the
+text that ends it (such as <|eot_id|>), so that the model learns to stop. We use
+two methods and check their results against the whole text. If neither method
+finds a turn with certainty, an error is raised.
+  * By contents: render the conversation again with different words in the
     assistant's turns. The text that differs is what the assistant wrote. This
     method is fast, and works for templates that drop the reasoning of earlier
     turns.
   * By beginnings: render the messages before a turn with the generation prompt,
     to find the turn's start. Render these messages and the turn, to find its
-    end. The whole text must begin with the first of these two texts, and with
-    the part of the second one up to the turn's end. This method works even if a
-    template fails when other words replace a tool call.
+    end. The whole text must begin with the first of these two texts, and also
+    with the second, up to the turn's end. This method works even if a template
+    fails when different words replace a tool call.
 """
 
 import dataclasses
@@ -37,14 +37,14 @@ class Shape:
 
   Before its content, a turn has a header, which is not a target, and then a
   lead, which is a target. The header is the text that the turn shares with the
-  generation prompt. Without a generation prompt, white space before the content
-  is the lead, and any other text before it is the header.
+  generation prompt. Without a generation prompt, the text before the content is
+  the lead if it is only white space, and otherwise the header.
   """
 
   # (header, lead) of the last turn, and of other turns.
   starts: tuple[tuple[str, str], tuple[str, str]]
   has_prompt: bool  # Whether the template has a generation prompt.
-  ends: tuple[str, str]  # The text that ends the last turn, and other turns.
+  ends: tuple[str, str]  # The texts that end the last turn and other turns.
   tail: str  # The text after the end of the last turn.
 
 
@@ -104,7 +104,7 @@ class TargetFinder:
   def _all_by_contents(
     self, text: str, chat: Conversation
   ) -> list[Span] | None:
-    """Finds all turns by replacing their contents; None if one is uncertain."""
+    """Finds all turns by replacing their contents; None if any is uncertain."""
     changed, others = list(chat.messages), [_other(i) for i in chat.trained]
     for i, other in zip(chat.trained, others, strict=True):
       if changed[i].keys() != {"role", "content"}:
