@@ -46,7 +46,7 @@ help:
 	@echo 'make train     train a small model in FP8 and in BF16, and compare them'
 	@echo 'make test      run the quick tests on the CPU'
 	@echo 'make test-all  run all tests on the CPU, including slow ones'
-	@echo 'make test-aot  compile for an H200 (none is needed) and check the programs'
+	@echo 'make test-aot  compile for GPUs (none are needed) and check the programs'
 	@echo 'make test-tpu  compile for TPUs (none are needed) and check the programs'
 	@echo 'make test-gpu  run the tests that need an NVIDIA GPU'
 	@echo 'make test-eval run the tests that need lm-evaluation-harness'

@@ -3,7 +3,8 @@
 
 Each row describes a whole training step of a preset, compiled for H200s.
 `peak_bytes` is the peak memory of a GPU according to XLA, and `planned_bytes`
-is the planned peak. `error` is planned_bytes / peak_bytes - 1.
+is the planned peak. `error` is planned_bytes / peak_bytes - 1. `moment` is the
+point of the step at which the planned peak occurs (see `train.memory.step`).
 """
 
 from collections.abc import Iterable, Iterator

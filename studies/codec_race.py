@@ -9,7 +9,8 @@
 
 A candidate is an optimizer and a way to store its moments; see
 `studies.race_candidates`. The baseline of a candidate is its optimizer with f32
-moments.
+moments. By default, candidates with f32 weights run; pass the others, such as
+"BF16 weights, stochastic", to --candidates.
 
 codec_race.errors, for candidates with AdamW: a model is trained with f32
 moments, which are then encoded and decoded once. The row contains the relative

@@ -4,15 +4,18 @@
   python -m studies.docstrings OUT /usr/lib/python3 [DIR ...]
 
 The study reads all .py files in the folders, or all files with the suffixes
-that --suffixes lists. It writes to the folder OUT:
+that --suffixes lists, except symbolic links and files above 1 MB. It writes to
+the folder OUT:
 
   tokenizer.json   a byte-level BPE with 32,000 tokens, including ChatML's;
                    tokenizer_config.json names the token that ends a turn
   tokens.bin       the text of all files as uint16 token ids, for pretraining
-  chats.jsonl      one conversation per function that has a docstring: the user
-                   shows the source and asks what it does, and the assistant
-                   answers with the docstring
-  source.json      the folders, the suffixes and the numbers of files and tokens
+  chats.jsonl      one conversation per function that has a docstring, unless
+                   its source or its docstring has more than 4,000 characters:
+                   the user shows the source and asks what it does, and the
+                   assistant answers with the docstring
+  source.json      the folders, the suffixes, the size of the vocabulary, and
+                   the numbers of files, tokens and conversations
 
 Files are shuffled into the same order in every run, and duplicate files are
 used only once. Losses are comparable only if they come from the same data, so

@@ -40,10 +40,11 @@ def adamw(
 ) -> optax.GradientTransformation:
   """Returns AdamW that rounds large matrices after each step.
 
-  A step subtracts r * m from a weight, where m is the weight's first moment.
-  "E4M3, fed back" rounds the result to nearest, in groups of 128 with one scale
-  each. If rounding lowers the weight by e, the step adds e * (1 - 1 / b1) / r
-  to m, so that later steps compensate for e. Source: ECO, arXiv:2601.22101.
+  A step decays a weight and then subtracts r * m, where m is the weight's first
+  moment and r the product of AdamW's other factors. "E4M3, fed back" rounds the
+  result to nearest, in groups of 128 with one scale each. If rounding lowers
+  the weight by e, the step adds e * (1 - 1 / b1) / r to m, so that later steps
+  compensate for e. Source: ECO, arXiv:2601.22101.
   """
 
   def init(params):

@@ -10,8 +10,8 @@
 is a small model with 14.4 M parameters. It is trained on bytes of Python's
 standard library in batches of 16 x 256, with AdamW, b2 0.95, weight decay 0.1
 and clipping at 1. The learning rate warms up over a tenth of the steps, then
-decays to a tenth along a cosine. --best 2 uses, for each variant, only the two
-rates that were best for the small model.
+decays to 0 along a cosine. --best 2 uses, for each variant, only the two rates
+that were best for the small model.
 
 When a run ends or fails, a row is appended to docs/rows/stability.jsonl. Runs
 that already have a row are skipped, so you can interrupt the command and
@@ -30,14 +30,20 @@ A row contains
   failed              "not finite" (the loss was not finite, so the run ended),
                       "diverged" (train_loss is more than half a nat above the
                       lowest mean of 50 steps), or null
+  failed_at           step of the first loss that was not finite; or, after the
+                      lowest mean, last of the first 50 steps whose mean is half
+                      a nat above it; or null
   spikes              number of losses after the warmup that exceed the mean of
                       the previous 50 losses by four standard deviations and by
                       0.1 nats; adjacent spikes count as one
   losses              mean loss of each 25 steps
   grad_norms          median gradient norm of each 25 steps
   largest_grad_norms  largest gradient norm of each 25 steps
-  watch               values of `train.watch` at ten points of the run: amax for
-                      each layer, other values only for the worst layer
+  watch               values of `train.watch` at regular intervals, ten times in
+                      1,000 steps: amax for each layer, other values only for
+                      the worst layer
+  seconds             duration of the run; a variant's first run in a call of
+                      the command includes compiling
 
 `plot` draws docs/figures/stability.png from the rows so far, and prints how
 many of the planned runs have a row.

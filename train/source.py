@@ -160,9 +160,9 @@ def _text_of_run(
   run: RunDirectory, config: TrainConfig, done: int, tokenizer: str | None
 ) -> Text:
   """Opens the tokenizer of a run's data, or of the initial checkpoint."""
-  # If `tokenizer` is None, runs on conversations or token ids use the tokenizer
-  # in `run.source`. Runs on text use it only at step 0, and only if the data's
-  # options name no tokenizer.
+  # If `tokenizer` is None, runs on conversations use the tokenizer in
+  # `run.source`. Runs on token ids use it if it exists. Runs on text use it if
+  # it exists, but only at step 0, and only if the data's options name none.
   data = config.data
   if isinstance(data, DataConfig):
     is_kept = data.dtype != "text" or (not done and data.tokenizer is None)

@@ -86,7 +86,8 @@ RULES = {
   "nu_power": Rule("groups span a wider range", factor=0.5),
   "grad_norm": Rule("the loss may spike", factor=4),
 }
-# Compare with the last `_COMPARED` probes, once there are at least `_FEWEST`.
+# Compare with the finite values of the last `_COMPARED` probes, if there are at
+# least `_FEWEST`.
 _COMPARED, _FEWEST = 10, 3
 
 

@@ -225,7 +225,7 @@ def share(magnitude: Array, bound: Array) -> Array:
 def divided(x: Array, by: Array) -> Array:
   """Divides non-negative f32 arrays; a `by` below 2^-126 counts as 1."""
   # Replacing only 0 would not suffice: a GPU may keep a subnormal `by`, and
-  # 1 / by would be infinite.
+  # 1 / by may be infinite.
   by = jnp.where(by < SMALLEST_NORMAL, 1.0, by)
   # XLA multiplies by 1 / by. If `by` is above 2^126, this factor is subnormal
   # and may be flushed to zero, so we first scale both numbers down by a power

@@ -5,8 +5,8 @@ The norm reads FP8 values in 1 x G groups, and writes the matmul's E4M3 operand
 without a BF16 array in between. It saves these values and its statistics. With
 residuals="coat" it also saves the operand, as the reference implementation
 does; with "minimal" the backward pass recomputes the operand. Without a norm,
-the operand is saved. Weights are quantized in both passes, unless their codes
-are cached.
+the operand is always saved. Weights are quantized in both passes, unless their
+codes are cached.
 """
 
 import math

@@ -232,9 +232,10 @@ def quantized_weight(
     return gather_weight(_in_layout(cache, layout), recipe)
   scale: Any = None if cache is None else cache.scale
   if scale is not None and recipe.axes is not None:
-    # The barrier is needed even if `after` is None. Without it, XLA would not
-    # read the scale from the stack of layers until it multiplies the scales of
-    # both operands, so the weight's codes would wait for the input's amax.
+    # The barrier is needed even if `after` is None. Without it, XLA would read
+    # the scale from the stack of layers in the kernel that multiplies the
+    # scales of both operands. This kernel waits for the input's amax, so the
+    # weight's codes would wait for it too.
     scale, _ = jax.lax.optimization_barrier((scale, after))
   if layout == "rows" and isinstance(scale, Array):
     # `quantize_rows` reads w in place from a stack of layers. A Pallas kernel

@@ -2,10 +2,11 @@
 """Names for saved residuals, and small helpers for all custom_vjps.
 
 The forward pass calls `save_residual` on each array that it saves, except
-weights, before it uses the array. `jax.checkpoint` policies such as
-`save_only_these_names` can then keep or offload the array, and recomputation
-starts from what the policy kept. Scalar scales are named too, because
-recomputing a scale would mean recomputing the values to which it applies.
+weights. `jax.checkpoint` policies such as `save_only_these_names` can then keep
+or offload the array. Most arrays are named before they are used, so that
+recomputation starts from what the policy kept. Scalar scales are named too,
+because recomputing a scale would mean recomputing the values to which it
+applies.
 """
 
 import re

@@ -185,7 +185,7 @@ def sort_rows(experts: Array, num_experts: int, axes: MeshAxes | None) -> Rows:
 
 
 def to_rows(x: Array, rows: Rows, implementation: str | None = "xla") -> Array:
-  """Copies tokens [..., n] to rows [T k, n]; with an exchange, to [R, n].
+  """Copies tokens [..., c] to rows [T k, c]; with an exchange, to [R, c].
 
   Only implementation="xla", the default here, is differentiable.
   """
@@ -203,9 +203,9 @@ def p_of_rows(p: Array, rows: Rows) -> Array:
 
 
 def copies_of(x: Array, rows: Rows) -> Array:
-  """Inverts the exchange, if any, and the sorting; returns [..., k, n].
+  """Inverts the exchange, if any, and the sorting; returns [..., k, c].
 
-  x is [T k, n] (with an exchange, [R, n]), in the order of `to_rows`.
+  x is [T k, c] (with an exchange, [R, c]), in the order of `to_rows`.
   """
   if rows.exchange is not None:
     x = send_back(x, rows.exchange)
@@ -213,7 +213,7 @@ def copies_of(x: Array, rows: Rows) -> Array:
 
 
 def sum_of_copies(x: Array, rows: Rows) -> Array:
-  """Sums each token's k rows of x in f32; returns [..., n]."""
+  """Sums each token's k rows of x in f32; returns [..., c]."""
   return jnp.sum(copies_of(x, rows).astype(jnp.float32), axis=-2)
 
 

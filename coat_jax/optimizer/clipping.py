@@ -60,8 +60,9 @@ class Clipping:
              norm does not exceed max_norm.
   adaptive   (AdaGC) like "share" in the first `warmup` steps. After them,
              limit = relative * r, where r is the running mean of the slice's
-             clipped norms. The mean begins with the norm in the last warmup
-             step or, if this norm is 0, with the next norm above 0.
+             clipped norms. The mean begins with the clipped norm in the last
+             warmup step or, if this norm is 0 or `warmup` is 0, with the next
+             clipped norm above 0.
 
   In the first step, and for slices whose r is 0, the limit is max_norm, so the
   clipped global norm may exceed max_norm. A slice whose norm reaches 3.4e38,

@@ -11,8 +11,8 @@ additions differently.
 The first pass computes the statistics; the last pass encodes the new moments.
 If an E4M3 codec with range expansion rounds stochastically, a pass between them
 computes drafts, which are codes of values rounded toward zero. This pass is
-separate because XLA generates slow code if it fuses drafts with the table
-lookup described below.
+separate because XLA generates slow code if it fuses drafts with their lookups
+in the table described below.
 
 XLA needs about 120 instructions for a power on a GPU, so six powers per
 parameter would take longer than all memory accesses. But there are at most 256

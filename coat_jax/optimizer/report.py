@@ -113,9 +113,9 @@ def state_report(
       library ("coat state"), such as the state of `coat_adamw`. For
       `coat_muon`, pass `state.inner_states["muon"]` or `["adam"]`.
     reference: exact moments to compare with: the f32 state of the corresponding
-      optax optimizer (for `encoded`, the inner optimizer) from the same run. It
-      may be part of a larger state, such as that of `optax.adamw`, which must
-      contain exactly one such state.
+      optax optimizer from the same run. It may be part of a larger state, such
+      as that of `optax.adamw`, which must contain exactly one such state. For
+      `encoded`, pass the state of the inner optimizer, not a larger one.
 
   Returns:
     A dict, which JSON can store, from each leaf's path to a dict with

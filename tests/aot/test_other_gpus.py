@@ -58,8 +58,8 @@ CASES = sorted(CASES, key=lambda case: str(key(case)))
 each_case = pytest.mark.parametrize(
   "case", CASES, ids=lambda case: "-".join(map(str, key(case)))
 )
-# The kernels of these operations run on an A100, because they do not convert
-# values to or from E4M3.
+# The kernels of these operations compile for an A100, because they do not
+# convert values to or from E4M3.
 WITHOUT_E4M3 = {
   "attention_bwd": "cudnn",
   "attention_fwd": "cudnn",

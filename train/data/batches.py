@@ -65,15 +65,16 @@ def split_windows(tokens: TokenSource, seq_len: int) -> tuple[Windows, Windows]:
   """Cuts the training part and the held-out part of a stream into windows."""
   if seq_len < 1:
     raise ValueError(
-      f"windows: seq_len must be at least 1, got {seq_len}; pass the number of "
-      "tokens that a model reads per row"
+      f"split_windows: seq_len must be at least 1, got {seq_len}; pass the "
+      "number of tokens that a model reads per row"
     )
   start = tokens.train_size(seq_len)
   if start < seq_len + 1:
     raise ValueError(
-      f"windows: training data and held-out data need at least {seq_len + 1} "
-      f"tokens each, got {len(tokens)} tokens altogether in {tokens.name}; "
-      "lower the sequence length or the held-out share, or give more data"
+      "split_windows: training data and held-out data need at least "
+      f"{seq_len + 1} tokens each, got {len(tokens)} tokens altogether in "
+      f"{tokens.name}; lower the sequence length or the held-out share, or "
+      "give more data"
     )
   held_out = (len(tokens) - start - 1) // seq_len
   return (
@@ -131,14 +132,14 @@ def held_out_batches(
   own = _own_rows(batch_size, process_index, process_count)
   if max_batches is not None and max_batches < 1:
     raise ValueError(
-      f"eval_batches: max_batches must be at least 1, got {max_batches}; pass "
-      "None for all batches"
+      f"held_out_batches: max_batches must be at least 1, got {max_batches}; "
+      "pass None for all batches"
     )
   least = 1 if rows.has_padding else batch_size
   if len(rows) < least:
     raise ValueError(
-      f"eval_batches: at least {least} rows must be held out, got {len(rows)}; "
-      "raise held_out, lower the batch size, or give more data"
+      f"held_out_batches: at least {least} rows must be held out, got "
+      f"{len(rows)}; raise held_out, lower the batch size, or give more data"
     )
   count = len(rows)
   if max_batches is not None:

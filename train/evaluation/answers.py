@@ -35,10 +35,10 @@ from train.source import Source
 SHORT_WORDS = 5
 _PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'
 _ARTICLES = {"a", "an", "the"}
-_TENS = "zero one two three four five six seven eight nine ten".split()
+_NUMBER_WORDS = "zero one two three four five six seven eight nine ten".split()
 _NUMBERS: dict[str, str] = {
   "none": "0",
-  **{word: str(number) for number, word in enumerate(_TENS)},
+  **{word: str(number) for number, word in enumerate(_NUMBER_WORDS)},
 }
 
 

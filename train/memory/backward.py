@@ -205,14 +205,16 @@ def _bf16_recomputed(layer: Layer) -> float:
   is_gated = getattr(layer.model.choices, "is_gated", False)
   gate_up = (1 + is_gated) * inner
   # The MLP's peak has, in BF16: gate and up, their gradients, the product's
-  # gradient, and the weights. Other arrays have the residual stream's shape, or
-  # that of keys and values. Attention's peak has the gradients of queries, keys
-  # and values instead of the product's gradient.
+  # gradient, and all weights except down; queries, attention's output and four
+  # arrays of the residual stream; and keys and values. Instead of the product's
+  # gradient and the weight gate_up, attention's peak has the gradients of its
+  # output, queries, keys and values.
   mlp = BF16 * (2 * gate_up + inner + weights["gate_up"])
   mlp += 6 * unit + 2 * layer.key
   if layer.experts:
-    # Add copies of tokens, their gradients, an array twice as large as these
-    # copies, and q, k and v before RoPE.
+    # Add copies of tokens and their gradients (2 * rows), about 2 * unit for q,
+    # k and v before RoPE, and 2 * rows for other arrays, which needed less in
+    # the steps that we compiled.
     mlp += 4 * layer.rows + 2 * unit
   attention = BF16 * 2 * gate_up + 8 * unit + 4 * layer.key
   if not is_gated:  # GPT-2's biases and LayerNorms need further arrays.
@@ -264,7 +266,8 @@ def _coat_on_mesh(layer: Layer) -> float:
   if layer.sums_at_once:
     # The peak holds the gradients of all weights; the operands of the matmul
     # that computes the gradient of qkv's input (weights in E4M3, gradients in
-    # E5M2); and the gradients of the residual stream, before and after.
+    # E5M2); and, in BF16, the gradients of the layer's output and of the inputs
+    # of gate_up and qkv.
     last = layer.grad_value * every + weights["qkv"]
     return max(mlp, last + 3.5 * unit + layer.key)
   # The peak holds two gradients that are not summed over GPUs yet, the GPU's

@@ -138,9 +138,9 @@ class Section(NamedTuple):
     return (name, *(self.prefix + other for other in others))
 
   def foreign(self, names: Collection[str]) -> set[str]:
-    """Selects the tensors to skip: all outside the tower in CLIP and SigLIP.
+    """Selects the tensors to skip: in CLIP and SigLIP, those outside the tower.
 
-    In checkpoints of other families, no tensors are skipped.
+    No tensors are skipped in other families, or if none has the tower's prefix.
     """
     if self.family is None or CONFIGS[self.family].whole is None:
       return set()

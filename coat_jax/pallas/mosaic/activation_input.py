@@ -22,7 +22,7 @@ from coat_jax.ops.activation import Parts
 from coat_jax.ops.dispatch import kernel
 from coat_jax.ops.types import Activation
 from coat_jax.pallas import supported
-from coat_jax.pallas.mosaic import device, row_ptx, rows, scales
+from coat_jax.pallas.mosaic import device, row_ptx, rows, scales, tiles
 from coat_jax.pallas.mosaic.activation import activated, load_factor, times
 from coat_jax.pallas.mosaic.row_ptx import COLUMNS
 from coat_jax.pallas.mosaic.rows import Load
@@ -55,7 +55,7 @@ def _why_not_input(x, gated, **options) -> str | None:
   return (
     device.why_not_rows()
     or supported.why_not_activation_input(x, gated=gated, **options)
-    or rows.why_not_tiles((*x.shape[:-1], width))
+    or tiles.why_not((*x.shape[:-1], width))
   )
 
 

@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from coat_jax.ops.dispatch import kernel
 from coat_jax.pallas import supported
-from coat_jax.pallas.mosaic import row_ptx, rows
+from coat_jax.pallas.mosaic import row_ptx, rows, tiles
 
 # A program of `join_columns` copies this many codes of each of 128 columns.
 _WIDTH = 64
@@ -83,7 +83,7 @@ def _why_not_turn(codes, **_) -> str | None:
   return (
     _why_not_codes(codes)
     or supported.why_not_columns(codes.shape[-2:], "columns")
-    or rows.why_not_tiles(codes.shape[-2:])
+    or tiles.why_not(codes.shape[-2:])
   )
 
 
@@ -93,8 +93,8 @@ def turn_codes(codes: Array, *, interpret: bool = False) -> Array:
   """Computes `ops.turn_codes`."""
   *leading, m, n = codes.shape
   matrices = codes.reshape(-1, m, n)
-  height = rows.tile_height(m)
-  across, down = rows.grid_of_tiles(m, n, height)
+  height = tiles.pick_height(m)
+  across, down = tiles.grid(m, n, height)
   [turned] = rows.run(
     lambda *refs: _turn_kernel(*refs, height=height, interpret=interpret),
     [matrices],
@@ -116,5 +116,6 @@ def _turn_kernel(codes_gmem, turned_gmem, smem, *, height, interpret):
     layout=row_ptx.TILE_LAYOUT,
     optimized=False,
   )
-  turned = rows.transpose(codes, smem, interpret)
-  rows.store(turned_gmem.at[matrix, column, row], turned)
+  tiles.store_operand(
+    (row, column), codes, None, turned_gmem.at[matrix], smem, interpret
+  )

@@ -11,8 +11,9 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 
 def thread():
-  """Returns the index of this thread in its program (thread block)."""
-  return llvm.inline_asm(i32_type(), [], "mov.u32 $0, %tid.x;", "=r")
+  """Returns the index of this thread in its warpgroup."""
+  code = "{ .reg .b32 t; mov.u32 t, %tid.x; and.b32 $0, t, 127; }"
+  return llvm.inline_asm(i32_type(), [], code, "=r", has_side_effects=True)
 
 
 def i32_type():

@@ -21,8 +21,9 @@ from coat_jax.numerics.formats import E5M2
 from coat_jax.numerics.scaling import GRADIENTS, Operand, Scaling
 from coat_jax.ops.dispatch import kernel
 from coat_jax.pallas import supported
-from coat_jax.pallas.mosaic import device, row_ptx, rows, scales
+from coat_jax.pallas.mosaic import device, row_ptx, rows, scales, tiles
 from coat_jax.pallas.mosaic.heads_ptx import Heads, load_joined
+from coat_jax.pallas.mosaic.row_ptx import COLUMNS
 
 
 def _why_not(dq, dk, dv, cos, sin, gradient, **_) -> str | None:
@@ -50,7 +51,7 @@ def _why_not(dq, dk, dv, cos, sin, gradient, **_) -> str | None:
     or supported.why_not_dtype(dq.dtype)
     or supported.why_not_shape(shape)
     or supported.why_not_columns(shape, "both")
-    or rows.why_not_tiles(shape)
+    or tiles.why_not(shape)
   )
 
 
@@ -95,9 +96,12 @@ def join_heads_operand(
     angles = [x.reshape(-1, pairs) for x in (cos, sin)]
   inputs, heads = [*inputs, *angles], Heads(n // k, k, h, pairs)
   width, how = heads.joined, dict(heads=heads, interpret=interpret)
-  low = rows.grid_of_tiles(m, width, rows.LOW)
+  # For each tile, cos and sin are more bytes than the gradients. So a program
+  # computes several tiles whose columns belong to the same channels.
+  count = 4 if COLUMNS % h == 0 and width >= 4 * COLUMNS else 1
+  low = pl.cdiv(width, count * COLUMNS), pl.cdiv(m, tiles.LOW)
   [bits] = rows.run(
-    functools.partial(_amax_kernel, **how),
+    functools.partial(_amax_kernel, count=count, **how),
     inputs,
     [scales.maxima(low[0] * low[1])],
     grid=low,
@@ -106,13 +110,13 @@ def join_heads_operand(
   )
   scale, read = scales.bits_to_shared_scale(bits, gradient, interpret)
   # On an H100, short tiles are 11 % faster with rotation, 2 % slower without.
-  height = rows.LOW if pairs else rows.tile_height(m)
-  grid = rows.grid_of_tiles(m, width, height)
+  height = tiles.LOW if pairs else tiles.pick_height(m)
+  grid = tiles.grid(m, width, height)
   in_rows, columns, sums = rows.run(
     functools.partial(_operand_kernel, height=height, **how),
     [*inputs, read],
     [
-      *rows.operand(m, width, E5M2, "both"),
+      *tiles.operand(m, width, E5M2, "both"),
       jax.ShapeDtypeStruct((grid[1], width), jnp.float32) if has_sums else None,
     ],
     grid=grid,
@@ -125,21 +129,26 @@ def join_heads_operand(
   return operand, None if sums is None else jnp.sum(sums, axis=0)
 
 
-def _amax_kernel(*refs, heads, interpret):
+def _amax_kernel(*refs, heads, count, interpret):
   *refs, bits_gmem = refs
-  m, height = len(refs[0]), rows.LOW
-  place = rows.place_of_tile((m, heads.joined), height)
-  x = load_joined(refs, place, heads, interpret)
-  down = pl.cdiv(m, height)
-  program = lax.axis_index("across") * down + lax.axis_index("last")
-  scales.store_maximum(bits_gmem, program, rows.amax_bits(x, height))
+  m, height = len(refs[0]), tiles.LOW
+  row = rows.part("last", height, m)
+  columns = rows.part("across", count * COLUMNS, heads.joined)
+  place = row, pl.ds(columns.start, COLUMNS)
+  found = load_joined(refs, place, heads, interpret, count)
+  largest = functools.reduce(jnp.maximum, map(jnp.abs, found))
+  program = lax.axis_index("across") * pl.cdiv(m, height)
+  program += lax.axis_index("last")
+  scales.store_maximum(bits_gmem, program, rows.amax_bits(largest, height))
 
 
 def _operand_kernel(*refs, heads, height, interpret):
   *inputs, scale_gmem, rows_gmem, columns_gmem, sums_gmem, smem = refs[:10]
-  place = rows.place_of_tile(rows_gmem.shape, height)
-  x = load_joined(inputs, place, heads, interpret)
+  place = tiles.place_of(rows_gmem.shape, height)
+  [x] = load_joined(inputs, place, heads, interpret)
   if sums_gmem is not None:
-    rows.store_sums(sums_gmem, x, place, len(inputs[0]), refs[10], interpret)
-  codes = rows.quantize_tile(x, scale_gmem[0], E5M2, interpret)
-  rows.store_operand(place, codes, rows_gmem, columns_gmem, smem, interpret)
+    last = lax.axis_index("last")
+    known = tiles.known_rows(len(inputs[0]), height, last)
+    tiles.store_sums(sums_gmem, x, last, known, place[1], refs[10], interpret)
+  codes = tiles.quantize(x, scale_gmem[0], E5M2, interpret)
+  tiles.store_operand(place, codes, rows_gmem, columns_gmem, smem, interpret)

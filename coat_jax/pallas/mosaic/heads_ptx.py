@@ -53,15 +53,23 @@ class Heads:
     return (self.queries + 2) * self.width
 
 
-def load_joined(refs, place, heads: Heads, interpret: bool) -> Array:
-  """Computes a tile of the result of `ops.join_heads`, cast to f32.
+def load_joined(
+  refs, place, heads: Heads, interpret: bool, count: int = 1
+) -> list[Array]:
+  """Computes tiles of the result of `ops.join_heads`, cast to f32.
+
+  The first of `count` adjacent tiles is at `place`. If there are several, their
+  width must be a multiple of H.
 
   `refs` are dq [m, N H], dk and dv [m, K H], cos and sin. cos and sin are
   [T, pairs] or [m, pairs], or None if nothing is rotated.
   """
   rows, columns = place
   if interpret:
-    return _definition(refs, rows, columns, heads)
+    starts = range(0, count * COLUMNS, COLUMNS)
+    return [
+      _definition(refs, rows, columns.start + start, heads) for start in starts
+    ]
   shape = rows.size, columns.size
   each = functools.partial(jnp.full, (WARPS * LANES,), dtype=jnp.int32)
   starts = [plgpu.layout_cast(each(x.start), THREAD_LAYOUT) for x in place]
@@ -70,22 +78,27 @@ def load_joined(refs, place, heads: Heads, interpret: bool) -> Array:
 
   @plgpu.inline_mgpu(
     arg_types=(plgpu.RefType(),) * len(refs) + (THREAD_LAYOUT,) * 2,
-    return_type=out,
+    return_type=[out] * count,
   )
   def apply(_, *args):
     *refs, row, column = args
-    lane = _Lane(refs, _number(row), _number(column), heads)
-    kind = ir.VectorType.get((VECTOR,), ir.F32Type.get())
-    registers = [
-      vector.from_elements(kind, lane.load(i))
-      for i in range(rows.size // 32 * _ROWS)
+    row, column = _number(row), _number(column)
+    lanes = [
+      _Lane(refs, row, arith.addi(column, i32(i * COLUMNS)), heads)
+      for i in range(count)
     ]
-    return emit.array(registers, shape, TILE_LAYOUT)
+    kind = ir.VectorType.get((VECTOR,), ir.F32Type.get())
+    registers = [[] for _ in lanes]
+    for i in range(rows.size // 32 * _ROWS):
+      angles = lanes[0].angles(i)
+      for lane, found in zip(lanes, registers, strict=True):
+        found.append(vector.from_elements(kind, lane.load(i, angles)))
+    return [emit.array(found, shape, TILE_LAYOUT) for found in registers]
 
   return apply(*refs, *starts)  # pyright: ignore
 
 
-def _definition(refs, rows, columns, heads: Heads) -> Array:
+def _definition(refs, rows, column, heads: Heads) -> Array:
   """Computes the tile in jnp, from all heads of these rows."""
   parts = [
     ref[rows, :].reshape(1, rows.size, -1, heads.size) for ref in refs[:3]
@@ -95,8 +108,8 @@ def _definition(refs, rows, columns, heads: Heads) -> Array:
     token = (rows.start + jnp.arange(rows.size)) % len(refs[3])
     angles = [ref[...][token] for ref in refs[3:]]
   [joined] = join_heads.definition(*parts, *angles)
-  start = jnp.int32(0), columns.start
-  tile = lax.dynamic_slice(joined, start, (rows.size, columns.size))
+  start = jnp.int32(0), column
+  tile = lax.dynamic_slice(joined, start, (rows.size, COLUMNS))
   return tile.astype(jnp.float32)
 
 
@@ -149,20 +162,31 @@ class _Lane:
     # must not read past the end of an array.
     self._partner = arith.select(turns, partner, column)
     pair = arith.select(self._is_first, channel, arith.subi(channel, pairs))
-    self._pair = arith.select(turns, pair, i32(0))
+    has_pair = _is(less, channel, 2 * heads.pairs)
+    self._pair = arith.select(has_pair, pair, i32(0))
     self._num_angles = ir.MemRefType(refs[3].type).shape[0]
 
-  def load(self, i: int) -> list:
-    """Loads and rotates the 8 values of this lane's i-th row."""
+  def _place(self, i: int):
+    """Returns the number of this lane's i-th row."""
     tile, i = divmod(i, _ROWS)
-    row = arith.addi(self._row, i32(32 * tile + i))
-    x = self._values(row, self._column)
+    return arith.addi(self._row, i32(32 * tile + i))
+
+  def angles(self, i: int) -> list | None:
+    """Loads 8 values of cos and of sin for the i-th row; None without RoPE."""
     if not self._heads.pairs:
+      return None
+    _, token = _divided(self._place(i), self._num_angles)
+    place = arith.addi(arith.muli(token, i32(self._heads.pairs)), self._pair)
+    return [_load(base, place, ir.F32Type.get()) for base in self._angles]
+
+  def load(self, i: int, angles: list | None) -> list:
+    """Loads and rotates the 8 values of this lane's i-th row."""
+    row = self._place(i)
+    x = self._values(row, self._column)
+    if angles is None:
       return x
     partner = self._values(row, self._partner)
-    _, token = _divided(row, self._num_angles)
-    place = arith.addi(arith.muli(token, i32(self._heads.pairs)), self._pair)
-    cos, sin = (_load(base, place, ir.F32Type.get()) for base in self._angles)
+    cos, sin = angles
     out = []
     for own, other, c, s in zip(x, partner, cos, sin, strict=True):
       signed = arith.select(self._is_first, s, arith.negf(s))

@@ -8,7 +8,7 @@
               in the row layout, the column layout (transposed) or both
 
 A program of `norm_input` processes the groups of a row, and a program of
-`norm_fwd` processes a tile (see `rows`).
+`norm_fwd` processes a tile (see `tiles`).
 """
 
 import functools
@@ -30,7 +30,14 @@ from coat_jax.numerics.scaling import (
 from coat_jax.ops.dispatch import kernel
 from coat_jax.ops.types import NormKind, NormStats
 from coat_jax.pallas import supported
-from coat_jax.pallas.mosaic import device, row_ptx, rows, scales, whole_rows
+from coat_jax.pallas.mosaic import (
+  device,
+  row_ptx,
+  rows,
+  scales,
+  tiles,
+  whole_rows,
+)
 
 # --- Input -------------------------------------------------------------------
 
@@ -127,7 +134,7 @@ def _why_not_fwd(x, output, scale, layout, **_) -> str | None:
     device.why_not_rows()
     or supported.why_not_values(x)
     or supported.why_not_written(x.qvalue.shape, output, scale, layout)
-    or rows.why_not_tiles(x.qvalue.shape)
+    or tiles.why_not(x.qvalue.shape)
   )
 
 
@@ -149,7 +156,7 @@ def norm_fwd(
   n = x.qvalue.shape[-1]
   m = x.qvalue.size // n
   # On an H100, low tiles are 8 % faster if only the row layout is written.
-  height = rows.LOW if layout == "rows" else rows.tile_height(m)
+  height = tiles.LOW if layout == "rows" else tiles.pick_height(m)
   in_rows, columns = rows.run(
     functools.partial(_fwd_kernel, height=height, interpret=interpret),
     [
@@ -161,27 +168,27 @@ def norm_fwd(
       stats.rstd.reshape(m),
       scale.reshape(1),
     ],
-    rows.operand(m, n, E4M3, layout),
-    grid=rows.grid_of_tiles(m, n, height),
+    tiles.operand(m, n, E4M3, layout),
+    grid=tiles.grid(m, n, height),
     scratch=[row_ptx.scratch(height)],
     interpret=interpret,
     name="norm_fwd",
   )
-  return Operand(rows.like(in_rows, x.qvalue), columns, scale)
+  return Operand(tiles.like(in_rows, x.qvalue), columns, scale)
 
 
 def _fwd_kernel(*refs, height, interpret):
   *refs, rows_gmem, columns_gmem, smem = refs
   q_gmem, scales_gmem, gamma_gmem, beta_gmem, *refs = refs
   mean_gmem, rstd_gmem, scale_gmem = refs
-  place = rows.place_of_tile(q_gmem.shape, height)
-  y = rows.load_quantized_tile(q_gmem, scales_gmem, place, interpret)
+  place = tiles.place_of(q_gmem.shape, height)
+  y = tiles.load_quantized(q_gmem, scales_gmem, place, interpret)
   if mean_gmem is not None:
-    y = y - rows.load_per_row(mean_gmem, place)
-  y = y * rows.load_per_row(rstd_gmem, place)
+    y = y - tiles.load_per_row(mean_gmem, place)
+  y = y * tiles.load_per_row(rstd_gmem, place)
   if gamma_gmem is not None:
-    y = y * rows.load_per_column(gamma_gmem, place)
+    y = y * tiles.load_per_column(gamma_gmem, place)
   if beta_gmem is not None:
-    y = y + rows.load_per_column(beta_gmem, place)
-  codes = rows.quantize_tile(y, scale_gmem[0], E4M3, interpret)
-  rows.store_operand(place, codes, rows_gmem, columns_gmem, smem, interpret)
+    y = y + tiles.load_per_column(beta_gmem, place)
+  codes = tiles.quantize(y, scale_gmem[0], E4M3, interpret)
+  tiles.store_operand(place, codes, rows_gmem, columns_gmem, smem, interpret)

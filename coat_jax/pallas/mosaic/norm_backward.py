@@ -40,10 +40,17 @@ class Share:
   sums: bool  # Whether sums over rows are in registers, not in shared memory.
 
 
-def pick_share(m: int, n: int) -> Share:
+# Programs that fit on a multiprocessor, by the largest width of their rows.
+# If rows are wider, 2 fit. With a mean, sums take more registers.
+_PROGRAMS = {768: 7, 1024: 5, 1536: 4, 2048: 3}
+_PROGRAMS_WITH_MEAN = _PROGRAMS | {768: 5}
+
+
+def pick_share(m: int, n: int, has_mean: bool) -> Share:
   """Picks as many programs as the GPU has registers for, but at most m."""
-  per_multiprocessor = 3 if n <= 2048 else 2
-  programs = min(m, per_multiprocessor * device.multiprocessors())
+  fits = _PROGRAMS_WITH_MEAN if has_mean else _PROGRAMS
+  count = next((count for width, count in fits.items() if n <= width), 2)
+  programs = min(m, count * device.multiprocessors())
   # For wider rows, registers would spill.
   return Share(programs, ahead=n <= 4096, sums=n <= 5120)
 
@@ -75,7 +82,7 @@ def norm_bwd(
   assert g is not None
   n = dy.shape[-1]
   m = dy.size // n
-  share = pick_share(m, n)
+  share = pick_share(m, n, stats.mean is not None)
   programs = share.programs
   shape = m * n // g, g
   sums = jax.ShapeDtypeStruct((programs * n // g, g), jnp.float32)

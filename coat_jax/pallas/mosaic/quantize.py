@@ -8,7 +8,7 @@
                     (transposed) or both
 
 Kernels that do not write the column layout treat x as one list of groups. The
-others process tiles (see `rows`).
+others process tiles (see `tiles`).
 """
 
 import functools
@@ -30,7 +30,7 @@ from coat_jax.numerics.scaling import (
 )
 from coat_jax.ops.dispatch import kernel
 from coat_jax.pallas import supported
-from coat_jax.pallas.mosaic import device, row_ptx, rows
+from coat_jax.pallas.mosaic import device, row_ptx, rows, tiles
 from coat_jax.pallas.mosaic.scales import (
   bits_to_scale,
   bits_to_shared_scale,
@@ -106,7 +106,7 @@ def _why_not_tensor(x, scaling, layout: Layout = "rows", **_) -> str | None:
     or supported.why_not_shape(x.shape)
     or supported.why_not_columns(x.shape, layout)
     or rows.why_not_list(x.shape)
-    or (None if layout == "rows" else rows.why_not_tiles(x.shape))
+    or (None if layout == "rows" else tiles.why_not(x.shape))
   )
 
 
@@ -165,27 +165,27 @@ def quantize_tensor(
     return Operand(_rows(x, read, scaling.dtype, interpret), None, scale)
   n = x.shape[-1]
   m = x.size // n
-  height = rows.tile_height(m)
+  height = tiles.pick_height(m)
   in_rows, columns = rows.run(
     functools.partial(_tiles_kernel, height=height, interpret=interpret),
     [x.reshape(m, n), read],
-    rows.operand(m, n, scaling.dtype, layout),
-    grid=rows.grid_of_tiles(m, n, height),
+    tiles.operand(m, n, scaling.dtype, layout),
+    grid=tiles.grid(m, n, height),
     scratch=[row_ptx.scratch(height)],
     interpret=interpret,
     name="quantize_tiles",
   )
-  return Operand(rows.like(in_rows, x), columns, scale)
+  return Operand(tiles.like(in_rows, x), columns, scale)
 
 
 def _tiles_kernel(
   x_gmem, scale_gmem, rows_gmem, columns_gmem, smem, *, height, interpret
 ):
-  place = rows.place_of_tile(x_gmem.shape, height)
-  x = rows.load_tile(x_gmem.at[place])
+  place = tiles.place_of(x_gmem.shape, height)
+  x = tiles.load(x_gmem.at[place])
   written = columns_gmem if rows_gmem is None else rows_gmem
-  codes = rows.quantize_tile(x, scale_gmem[0], written.dtype, interpret)
-  rows.store_operand(place, codes, rows_gmem, columns_gmem, smem, interpret)
+  codes = tiles.quantize(x, scale_gmem[0], written.dtype, interpret)
+  tiles.store_operand(place, codes, rows_gmem, columns_gmem, smem, interpret)
 
 
 def _rows(x: Array, scale: Array, dtype, interpret: bool) -> Array:

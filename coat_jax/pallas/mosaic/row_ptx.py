@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inlined PTX for `rows`: divides by scales, transposes codes, sums over rows.
+"""Inlined PTX for `rows` and `tiles`: quotients, transposes, sums over rows.
 
-`rows` defines in jnp what these functions compute.
+These modules define in jnp what the functions compute.
 """
 
 import functools
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
@@ -194,46 +195,61 @@ def _word_strides(height: int) -> tuple[int, int]:
   return stride, LANES // 2 * stride + height // 4
 
 
-def transpose(codes: Array, smem) -> Array:
-  """Transposes 4 x 4 bytes in registers, and the tile through shared memory."""
-  height, columns = codes.shape
-  layout = columns_layout(height)
-  out = plgpu.ShapeDtypeStruct((columns, height), codes.dtype, layout=layout)
-  chunks, (stride, jump) = height // _CHUNK, _word_strides(height)
+def put(codes: Array, smem, height: int, first: int) -> None:
+  """Writes rows of a tile, from row `first` on, to shared memory for `take`.
 
-  @plgpu.inline_mgpu(arg_types=(TILE_LAYOUT, plgpu.RefType()), return_type=out)
+  It transposes 4 x 4 bytes in registers, so that each word is part of a column.
+  """
+  stride, jump = _word_strides(height)
+
+  @plgpu.inline_mgpu(arg_types=(TILE_LAYOUT, plgpu.RefType()))
   def apply(_, codes, smem):
-    i32 = emit.i32_type()
-    base = _base(smem)
     warp, lane = split_index(emit.thread(), LANES)
     # A lane holds 8 bytes of each of four rows. Rearrange them into 8 words,
     # each with the four bytes of one column.
     quad, k = split_index(lane, LANES // 2)
-    place = _at(base, (k, stride), (warp, 2), (quad, 1))
-    for half, four in enumerate(codes.registers.reshape(-1, 4)):
-      pair = ir.VectorType.get((2,), i32)
+    place = _at(_base(smem), (k, stride), (warp, 2), (quad, 1))
+    pair = ir.VectorType.get((2,), emit.i32_type())
+    for i, four in enumerate(codes.registers.reshape(-1, 4)):
       pairs = [emit.elements(vector.bitcast(pair, x)) for x in four]
       words = [
         x
         for part in zip(*pairs, strict=True)
         for x in emit.transposed(list(part))
       ]
-      for j, word in enumerate(words):
-        emit.store_shared(place, 4 * (j * jump + half * 8), word)
+      word = first // 4 + 8 * i
+      for j, each in enumerate(words):
+        emit.store_shared(place, 4 * (j * jump + word), each)
+
+  apply(codes, smem)  # pyright: ignore
+
+
+def take(smem, height: int, dtype: DTypeLike) -> Array:
+  """Waits until all rows of a tile are `put`; returns its transpose."""
+  layout = columns_layout(height)
+  out = plgpu.ShapeDtypeStruct(
+    (COLUMNS, height), jnp.dtype(dtype), layout=layout
+  )
+  chunks, (stride, jump) = height // _CHUNK, _word_strides(height)
+
+  @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=out)
+  def apply(_, smem):
     mgpu.utils.warpgroup_barrier()
+    warp, lane = split_index(emit.thread(), LANES)
     column, chunk = split_index(lane, chunks)
     columns_per_warp = LANES // chunks
     column = arith.addi(arith.muli(warp, emit.i32(columns_per_warp)), column)
     k, j = split_index(column, VECTOR)
-    place = _at(base, (k, stride), (j, jump), (chunk, 4))
-    kind = codes.registers.flat[0].type.element_type
+    place = _at(_base(smem), (k, stride), (j, jump), (chunk, 4))
+    four = ir.VectorType.get((4,), emit.i32_type())
+    kind = mgpu.utils.dtype_to_ir_type(dtype)  # pyright: ignore
     registers = []
-    for first in range(0, columns, WARPS * columns_per_warp):
+    for first in range(0, COLUMNS, WARPS * columns_per_warp):
       words = emit.load_shared(place, 4 * (first // VECTOR) * stride)
-      packed = vector.from_elements(ir.VectorType.get((4,), i32), words)
+      packed = vector.from_elements(four, words)
       registers.append(
         vector.bitcast(ir.VectorType.get((_CHUNK,), kind), packed)
       )
     return emit.array(registers, out.shape, layout)
 
-  return apply(codes, smem)  # pyright: ignore
+  return apply(smem)  # pyright: ignore

@@ -9,10 +9,7 @@ registers, values form either groups or a tile:
           group's largest magnitude. A row consists of whole groups and rows are
           contiguous, so a matrix is one list of groups. In kernels that need
           whole rows (`whole_rows`), a lane may also hold 4 or 2 values.
-  tile    [64, 128] or [32, 128]. In every 32 rows, a lane holds 4 adjacent rows
-          of 8 columns, because four codes of a column fill a register. Codes
-          are transposed with byte permutes and through shared memory, and
-          written 16 bytes at a time.
+  tile    [64, 128] or [32, 128]; see `tiles`
 
 Mosaic has no masked loads or stores. A program that would reach past the end of
 the array starts earlier instead, so some values are written twice.
@@ -34,14 +31,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from coat_jax.numerics.formats import qmax
-from coat_jax.numerics.scaling import Layout
 from coat_jax.pallas.mosaic import row_ptx
 from coat_jax.pallas.mosaic.magnitudes import group_scale, magnitude_bits
-from coat_jax.pallas.mosaic.row_ptx import COLUMNS, LANES, VECTOR, WARPS
+from coat_jax.pallas.mosaic.row_ptx import LANES, VECTOR, WARPS
 
 STEP = WARPS * LANES * VECTOR  # Number of values per load.
-_MAX_ACROSS = 65535  # The largest size of the grid's axis "across".
-LOW, HIGH = 32, 64  # Tile heights.
 
 
 def run(
@@ -61,6 +55,29 @@ def run(
   grid's axes are named "across" and "last", or just "last". Programs with
   consecutive indices along "last" start one after the other.
   """
+  return start(
+    kernel,
+    inputs,
+    outputs,
+    grid=grid,
+    grid_names=("across", "last")[-len(grid) :],
+    scratch=scratch,
+    interpret=interpret,
+    name=name,
+  )
+
+
+def start(
+  kernel: Callable[..., None],
+  inputs: Sequence[Array | None],
+  outputs: Sequence[jax.ShapeDtypeStruct | None],
+  *,
+  scratch: Sequence,
+  interpret: bool,
+  name: str,
+  **options,
+) -> list:
+  """Does the same as `run`, with further options of `plgpu.kernel`."""
   present = [x is not None for x in (*inputs, *outputs)]
 
   def body(*refs):
@@ -73,8 +90,6 @@ def run(
     body,
     out_type=[x for x in outputs if x is not None],
     scratch_types=scratch,
-    grid=grid,
-    grid_names=("across", "last")[-len(grid) :],
     compiler_params=plgpu.CompilerParams(
       approx_math=True,
       # Only functions in `row_ptx` share memory between threads, and they emit
@@ -83,6 +98,7 @@ def run(
     ),
     interpret=plgpu.InterpretGPUParams() if interpret else False,
     kernel_name=name,
+    **options,
   )(*(x for x in inputs if x is not None))
   left = iter(found)
   return [None if x is None else next(left) for x in outputs]
@@ -124,23 +140,6 @@ def why_not_list(shape: tuple[int, ...]) -> str | None:
   size = math.prod(shape)
   if size < STEP:
     return f"the Mosaic kernel needs at least {STEP} values, got {size}"
-  return None
-
-
-def why_not_tiles(shape: tuple[int, ...]) -> str | None:
-  """Returns why a matrix of this shape cannot be cut into tiles, or None."""
-  n = shape[-1]
-  m = math.prod(shape[:-1])
-  if n > COLUMNS * _MAX_ACROSS:
-    return (
-      f"the Mosaic kernel supports at most {COLUMNS * _MAX_ACROSS} columns, "
-      f"got {n}"
-    )
-  if m < LOW or n < COLUMNS:
-    return (
-      f"the Mosaic kernel needs a matrix of at least {LOW} x {COLUMNS}, got "
-      f"[{m}, {n}]"
-    )
   return None
 
 
@@ -244,126 +243,3 @@ def dequantize_groups(codes: Array, scale: Array) -> Array:
 def spread(scale: Array, shape: tuple[int, ...]) -> Array:
   """Repeats the values of leading axes along the others."""
   return lax.broadcast_in_dim(scale, shape, range(scale.ndim))
-
-
-# --- Tiles -------------------------------------------------------------------
-
-
-def tile_height(m: int) -> int:
-  """Picks high tiles if they fit: they store longer runs of a column."""
-  return HIGH if m >= HIGH else LOW
-
-
-def grid_of_tiles(m: int, n: int, height: int) -> tuple[int, int]:
-  """Returns a grid in which consecutive programs go down the rows."""
-  return pl.cdiv(n, COLUMNS), pl.cdiv(m, height)
-
-
-def operand(
-  m: int, n: int, dtype: DTypeLike, layout: Layout
-) -> list[jax.ShapeDtypeStruct | None]:
-  """Returns the types of an operand's row and column layouts.
-
-  The row layout is [m, n], and the column layout is its transpose [n, m]. A
-  layout that the kernel does not write is None.
-  """
-  return [
-    None if layout == "columns" else jax.ShapeDtypeStruct((m, n), dtype),
-    None if layout == "rows" else jax.ShapeDtypeStruct((n, m), dtype),
-  ]
-
-
-def like(rows: Array | None, x: Array) -> Array | None:
-  """Reshapes a matrix to the shape of x; None stays None."""
-  return None if rows is None else rows.reshape(x.shape)
-
-
-def place_of_tile(shape: tuple[int, int], height: int):
-  """Returns the rows and the columns of this program's tile of a matrix."""
-  m, n = shape
-  return part("last", height, m), part("across", COLUMNS, n)
-
-
-def load_tile(ref) -> Array:
-  """Loads a tile as f32."""
-  x = plgpu.load(ref, layout=row_ptx.TILE_LAYOUT, optimized=False)
-  return x.astype(jnp.float32)
-
-
-def load_quantized_tile(q_gmem, scale_gmem, place, interpret: bool) -> Array:
-  """Loads and dequantizes a tile; refs are [m, n] and [m, groups]."""
-  size = q_gmem.shape[1] // scale_gmem.shape[1]
-  row, column = place
-  group = lax.div(column.start, jnp.int32(size))
-  if size == COLUMNS:  # Mosaic supports no axis of size 1.
-    scale = load_per_row(scale_gmem.at[:, group], place)
-    return load_tile(q_gmem.at[place]) * scale
-  scale = plgpu.load(
-    scale_gmem.at[row, pl.ds(group, COLUMNS // size)],
-    layout=row_ptx.scales_layout(size),
-    optimized=False,
-  ).astype(jnp.float32)
-  if interpret:
-    scale = jnp.repeat(scale, size, axis=1)
-  else:
-    scale = row_ptx.spread_scales(scale, size)
-  return load_tile(q_gmem.at[place]) * scale
-
-
-def load_per_row(ref, place) -> Array:
-  """Loads one value per row and broadcasts it along the row, in f32."""
-  return _load_along(ref, place, 0)
-
-
-def load_per_column(ref, place) -> Array:
-  """Loads one value per column and broadcasts it along the column, in f32."""
-  return _load_along(ref, place, 1)
-
-
-def _load_along(ref, place, axis: int) -> Array:
-  layout = row_ptx.TILE_LAYOUT.reduce(1 - axis)
-  x = plgpu.load(ref.at[place[axis]], layout=layout, optimized=False)
-  shape = place[0].size, place[1].size
-  return lax.broadcast_in_dim(x.astype(jnp.float32), shape, (axis,))
-
-
-def quantize_tile(
-  x: Array, scale: Array, dtype: DTypeLike, interpret: bool
-) -> Array:
-  """Quantizes a tile with one scale, like `quantize`."""
-  return quantize(x, scale, dtype, row_ptx.TILE_LAYOUT, interpret)
-
-
-def transpose(codes: Array, smem, interpret: bool) -> Array:
-  """Transposes a tile of codes through shared memory (`row_ptx.scratch`).
-
-  A program may use each `smem` only once, because a call does not wait for the
-  reads of an earlier call.
-  """
-  return codes.T if interpret else row_ptx.transpose(codes, smem)
-
-
-def store_operand(
-  place, codes: Array, rows_gmem, columns_gmem, smem, interpret: bool
-) -> None:
-  """Writes a tile of codes to each layout whose ref is not None."""
-  rows, columns = place
-  if rows_gmem is not None:
-    store(rows_gmem.at[rows, columns], codes)
-  if columns_gmem is not None:
-    transposed = transpose(codes, smem, interpret)
-    store(columns_gmem.at[columns, rows], transposed)
-
-
-def store_sums(
-  sums_gmem, x: Array, place, m: int, smem, interpret: bool
-) -> None:
-  """Writes the sum over a tile's rows to `sums_gmem` [tiles, n]."""
-  number, height = lax.axis_index("last"), len(x)
-  if m % height:  # Leave out rows that the previous tile also contains.
-    layout = row_ptx.TILE_LAYOUT
-    row = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=layout)
-    known = jnp.maximum((number + 1) * height - m, 0)
-    x = jnp.where(row < known, 0.0, x)
-  sums = jnp.sum(x, axis=0) if interpret else row_ptx.sum_over_rows(x, smem)
-  store(sums_gmem.at[number, place[1]], sums)
