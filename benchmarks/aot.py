@@ -66,9 +66,9 @@ def devices(gpu: str, count: int) -> list[jax.Device]:
   """Returns `count` GPUs of one host to compile for; `gpu` is one of `GPUS`."""
   if not available():
     raise CompilerMissing(
-      "devices: XLA's compiler for CUDA must be installed, got no module "
-      "jax_cuda13_plugin; run `make test-aot`, which installs it into "
-      ".venv/compiler, and set PYTHONPATH=.venv/compiler"
+      "devices: needs XLA's compiler for CUDA, but the module "
+      "jax_cuda13_plugin is not installed; run `make test-aot`, which installs "
+      "it into .venv/compiler, and set PYTHONPATH=.venv/compiler"
     )
   return _host(gpu, count)
 

@@ -15,6 +15,6 @@ def read_rows(path: Path, bench: str) -> list[dict]:
     if not str(row.get("bench")).startswith(bench):
       raise ValueError(
         f"{name}: {path} must contain rows of studies.{name}, got "
-        f"{str(row)[:80]}; pass another --rows"
+        f"{str(row)[:80]}; pass another file as --rows"
       )
   return rows

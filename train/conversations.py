@@ -107,8 +107,9 @@ def open_images(
     # Otherwise, --skip-bad would skip all conversations with images.
     raise ValueError(
       "images: expected the folder that image names are relative to, got "
-      f"{source}, which is not a folder; pass another --images, or leave it "
-      "out if the images are next to the file that names them"
+      f"{source}, which is not a folder; pass that folder as --images, or "
+      "leave --images out if image names are relative to the folder of the "
+      "file that contains them"
     )
   try:
     from train.data.chat.images import ChatImages

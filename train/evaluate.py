@@ -146,7 +146,7 @@ def run(config: EvaluateConfig) -> dict[str, Any]:
   if out and written and out.resolve() == written.resolve():
     raise ValueError(
       f"evaluate: --out and --page must be different files, got {out} and "
-      f"{written}; pass another --page"
+      f"{written}; pass another file as --page"
     )
   source = _open(config, config.model)
   for data in config.data:  # Find bad paths before weights are read.

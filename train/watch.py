@@ -24,10 +24,11 @@ coat_lion has no second moments, and coat_muon has them only for the parameters
 that AdamW updates. Only codec coat has powers. A forward pass takes a third of
 a step's time, so `--watch 100` costs 0.3 % of the time.
 
-After three probes, each value is compared with its median over up to ten
-earlier probes. `RULES` sets limits relative to these medians, and the run
-prints a line for each value beyond its limit. If there is a value for each
-layer, the line names the worst layer.
+From the fourth probe on, each value is compared with its median over the
+previous ten probes, or over all previous probes if there are fewer than ten.
+`RULES` sets limits relative to these medians, and the run prints a line for
+each value beyond its limit. If there is a value for each layer, the line names
+the worst layer.
 """
 
 import statistics

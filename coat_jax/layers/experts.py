@@ -124,8 +124,8 @@ class MoEKind(NamedTuple):
 class _Saved(NamedTuple):
   x: QTensor
   experts: Array  # int32 [..., k], for the device's positions.
-  # Gate and up of whole sequences: rows sorted by expert, reshaped to
-  # [..., k, F]. None if rows were exchanged.
+  # Gate and up of whole sequences. Their rows are sorted by expert and reshaped
+  # to [..., k, F]. None if rows were exchanged.
   parts: tuple[QTensor, ...] | None
   scales: Scales
 

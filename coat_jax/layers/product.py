@@ -92,8 +92,8 @@ def cache_weight(w: Array, recipe: CoatRecipe) -> Operand | None:
     recipe: selects what is cached.
 
   Returns:
-    An `Operand` with the scale, and with `weight_cache="codes"` also the codes;
-    None if nothing is cached.
+    None if nothing is cached. Otherwise an `Operand`, which contains the scale,
+    and with `weight_cache="codes"` also the codes.
 
   Raises:
     TypeError: w is not a floating-point array, or `recipe` is not a CoatRecipe.
@@ -133,7 +133,7 @@ def multiply(
   """Returns x w + bias + add in `dtype`, and the weight's scale if it is saved.
 
   x is in the row layout, and contains whole sequences if `split` is not None.
-  The bias and `add`, the residual stream, are added in f32. With
+  `add` is the residual stream. The bias and `add` are added in f32. With
   split="inputs", partial products are rounded to `dtype` before devices sum
   them. `after` is passed to `quantized_weight`.
   """

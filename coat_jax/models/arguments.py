@@ -39,7 +39,7 @@ def check_model(
 def check_tokens(op: str, tokens: Any, segments: Any) -> None:
   """Raises an error unless tokens are int [B, T] and segments match them."""
   rule, kind = "int [B, T] with T at least 1", jnp.integer
-  remedy = "pass token ids of sequences of one length"
+  remedy = "pass token ids of sequences that all have the same length"
   check_array(op, "tokens", tokens, rule, ndim=2, kind=kind, remedy=remedy)
   if not tokens.shape[1]:
     refuse(ValueError, op, "tokens", rule, tokens, remedy)
@@ -48,7 +48,10 @@ def check_tokens(op: str, tokens: Any, segments: Any) -> None:
 
 
 def check_like(op: str, name: str, x: Any, shape: tuple[int, ...]) -> None:
-  """Raises an error unless x has the dtype in `_KINDS` and tokens' shape."""
+  """Raises an error unless x has the dtype in `_KINDS[name]` and this shape.
+
+  `shape` is the shape of the tokens.
+  """
   kind, words = _KINDS[name]
   remedy = "pass one value for each token"
   rule = f"{words} with the shape of tokens"

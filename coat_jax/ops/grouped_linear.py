@@ -41,7 +41,10 @@ def _cast_experts(
   scale: Array | None = None,
   layout: Layout = "rows",
 ) -> Operand:
-  """Computes `quantize_experts` like `quantize_rows`, in one XLA pass."""
+  """Computes `quantize_experts` with the FP8 cast instruction of GPUs.
+
+  XLA casts the weights of all experts in one pass: see `cast_rows`.
+  """
   if scale is None:
     scale = jax.vmap(scaling.find_scale)(w)
   rows = cast_rows(w, scale=scale[:, None, None], dtype=scaling.dtype)
@@ -91,7 +94,7 @@ def _check_columns(x: Operand, g: Operand, sizes: Array, **_) -> None:
   a, b = x.columns, g.columns
   if a is None or b is None:
     raise ValueError(
-      "grouped_linear: needs tokens and gradients in the layout columns, got "
+      "grouped_linear: needs tokens and gradients in columns, got "
       f"{shapes_of(x)} and {shapes_of(g)}; quantize both in this layout"
     )
   if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1] or sizes.ndim != 1:

@@ -32,7 +32,8 @@ AnyMesh = Mesh | AbstractMesh
 # `nnx.Optimizer` prefers the second key.
 _NAMES = ("out_sharding", "optimizer_sharding")
 
-# The mesh of the caller of `abstract_state`, which traces under another mesh.
+# The mesh that was set when `abstract_state` was called. That function traces
+# `init` under another mesh.
 _CALLERS_MESH: contextvars.ContextVar[AnyMesh | None] = contextvars.ContextVar(
   "callers_mesh", default=None
 )

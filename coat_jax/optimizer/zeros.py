@@ -40,10 +40,12 @@ def encode_zeros(group: GroupCodec, leaf: Any) -> Encoded:
 
 
 def _mesh_for(sharding: Sharding | None) -> AbstractContextManager[Any]:
-  """If no mesh is set, sets the mesh of a concrete leaf on explicit axes.
+  """Returns a context that sets a concrete leaf's mesh, if necessary.
 
-  JAX cannot set a mesh while it traces a function, so zeros made in a trace are
-  not sharded, as with `jnp.zeros_like`.
+  It is necessary if the leaf is sharded on explicit axes and no mesh is set.
+  But JAX cannot set a mesh while it traces a function. Zeros that are made
+  during tracing are therefore not sharded, and neither are those that
+  `jnp.zeros_like` makes.
   """
   where = getattr(sharding, "mesh", None)
   is_explicit = isinstance(where, Mesh) and where.abstract_mesh.explicit_axes

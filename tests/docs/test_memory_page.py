@@ -45,7 +45,7 @@ def test_whole_steps_match_the_rows():
     for row in rows
     if abs(row["error"]) <= 0.015
   ]
-  shown = table(PAGE, "## What whole steps take")
+  shown = table(PAGE, "## Memory of whole steps")
   assert len(shown) == 20 and all(cells in known for cells in shown)
 
 

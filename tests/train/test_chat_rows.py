@@ -124,7 +124,7 @@ BAD = [
   (
     {**GOOD, "image": "a.png"},
     "unexpected images",
-    "has the key image, but the model accepts only text",
+    'has the key "image", but the model accepts only text',
   ),
   (
     {"text": "x"},

@@ -62,8 +62,8 @@ def _opened(
       zstandard: Any = importlib.import_module("zstandard")
     except ModuleNotFoundError as error:
       raise ValueError(
-        f"evaluate: {file} needs the module zstandard, got no such module; pip "
-        "install zstandard, or decompress the file"
+        f"evaluate: {file} needs the module zstandard, which is not installed; "
+        "run pip install zstandard, or decompress the file"
       ) from error
     # Parallel compressors write many frames into one file.
     reader = zstandard.ZstdDecompressor().stream_reader(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs lm-evaluation-harness tasks, from its package or from a folder.
+"""Runs tasks of lm-evaluation-harness: its own, or tasks in a folder.
 
 Nothing is downloaded: a task fails if its data are not on this machine. The
 module requires the `eval` extra.
@@ -49,8 +49,9 @@ class Tasks:
       from lm_eval import tasks  # noqa: F401
     except ModuleNotFoundError as error:
       raise ValueError(
-        f"evaluate: --task needs the extra 'eval', got no module {error.name}; "
-        "pip install '.[eval]', or measure perplexity with --data"
+        f"evaluate: --task needs the extra 'eval', but the module {error.name} "
+        "is not installed; run pip install '.[eval]', or measure perplexity "
+        "with --data"
       ) from error
     self._manager = self._find()
     try:

@@ -72,7 +72,7 @@ def check_same(
   if _COMMANDS[saved["command"]] is not type(config):
     raise ValueError(
       f"resume: {where} was written by train.{saved['command']}; continue the "
-      "run with that command, or pass another --out to start a run"
+      "run with that command, or pass another folder as --out to start a run"
     )
   before = flatten_dict(saved["config"], sep=".")
   now = flatten_dict(dataclasses.asdict(config), sep=".")
@@ -100,7 +100,7 @@ def check_same(
     raise ValueError(
       f"resume: {where} was trained with other options (saved -> given): "
       f"{'; '.join(fixed + converted)}; pass {convert}the options with which "
-      "it was trained, or another --out to start a run"
+      "it was trained, or another folder as --out to start a run"
     )
   allowed = changes("converted", "reported")
   if saved["change_times"] != data.change_times:

@@ -105,12 +105,13 @@ class RunDirectory:
     path, step = self.path, self.latest_step()
     if path.exists() and not path.is_dir():
       raise ValueError(
-        f"out: expected a folder, got the file {path}; pass another --out"
+        f"out: expected a folder, got the file {path}; pass a folder as --out"
       )
     if config.resume and self.config.exists() and not self.is_run():
       raise ValueError(
         f"resume: neither {self.config} nor a checkpoint describes a run; "
-        "restore one from a copy, or leave --resume out and pass another --out"
+        "restore one from a copy, or leave --resume out and pass another "
+        "folder as --out"
       )
     if config.resume and not (self.is_run() and step is not None):
       raise ValueError(
@@ -126,12 +127,12 @@ class RunDirectory:
     if not self.is_run():
       raise ValueError(
         f"out: {path} is not empty and does not contain a run of this program, "
-        "so nothing was changed; pass another --out"
+        "so nothing was changed; pass another folder as --out"
       )
     if self.is_started() and not config.overwrite:
       raise ValueError(
         f"out: {path} already contains a run; pass --resume to continue it, "
-        "--overwrite to replace it, or another --out"
+        "--overwrite to replace it, or another folder as --out"
       )
 
   @contextlib.contextmanager
@@ -155,7 +156,7 @@ class RunDirectory:
     ):
       raise ValueError(
         f"out: expected a plain file as {self.lock}, got a link or another "
-        "kind of file; remove it, or pass another --out"
+        "kind of file; remove it, or pass another folder as --out"
       )
     lock = filelock.FileLock(self.lock, blocking=False, fallback_to_soft=False)
     missing = None
@@ -164,7 +165,7 @@ class RunDirectory:
     except filelock.Timeout:
       raise ValueError(
         f"out: {self.lock.read_text()} is already writing to {self.path}; "
-        "wait until it ends, stop it, or pass another --out"
+        "wait until it ends, stop it, or pass another folder as --out"
       ) from None
     except OSError as error:  # Some cluster file systems have no locks.
       missing = error.strerror

@@ -30,7 +30,7 @@ def create_run(
   if run.is_started() and not config.overwrite:
     raise ValueError(
       f"{op}: {config.out} already contains a run; pass --overwrite to "
-      "replace it, or another --out"
+      "replace it, or another folder as --out"
     )
   with contextlib.ExitStack() as opened:
     opened.enter_context(run.claimed(config))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the GPU kernels of `grouped_product` share: grouped (ragged) matmuls.
+"""Parts that the GPU kernels of `grouped_product` share (grouped matmuls).
 
 As in `block_kernel`, one persistent program (thread block) per multiprocessor
 computes one tile after another: one warpgroup loads blocks, and the others

@@ -158,7 +158,7 @@ def test_same_file_for_figures_and_page_is_refused(
 def test_tasks_without_the_harness_are_refused(folder, monkeypatch, capsys):
   monkeypatch.setitem(sys.modules, "lm_eval", None)
   assert command(folder, "--task", "arc_easy") == 2
-  message = "--task needs the extra 'eval', got no module lm_eval; pip install"
+  message = "but the module lm_eval is not installed; run pip install '.[eval]'"
   assert message in capsys.readouterr().err
 
 

@@ -273,7 +273,7 @@ class _Reader:
       if row.value.get(key):
         raise BadData(
           "unexpected images",
-          f"the row has the key {key}, but the model accepts only text",
+          f'the row has the key "{key}", but the model accepts only text',
         )
     return ()
 

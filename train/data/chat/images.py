@@ -37,7 +37,8 @@ class ChatImages:
   preprocessing: Preprocessing
   token: int  # The id of `<image>`.
   tokens_each: int  # Number of tokens per image.
-  # Paths in rows are relative to this folder; None for their file's folder.
+  # Paths in rows are relative to this folder, or, if it is None, to the folder
+  # of the row's file.
   folder: str | Path | None = None
 
   def of_row(
@@ -81,8 +82,9 @@ class ChatImages:
     if (count := int(is_image.sum())) != images:
       raise BadData(
         "images lost",
-        f"expected one token {self.token} for each of {images} {TOKEN}, got "
-        f"{count} after the template and the tokenizer",
+        f"expected one token {self.token} for each {TOKEN} in the text, "
+        f"{images} in all, got {count} after the chat template was applied and "
+        "the text was tokenized",
         "use another template, or the checkpoint's tokenizer",
       )
     times = np.where(is_image, self.tokens_each, 1)
@@ -122,14 +124,18 @@ def _names(row: dict[str, Any]) -> list[str]:
   if not are_names or len(given) > 1:
     raise BadData(
       "wrong format",
-      "expected the key image or the key images with a path or a list of "
-      f"paths, got {str(given)[:80]}",
+      'expected either the key "image" or the key "images", with a path or a '
+      f"list of paths, got {str(given)[:80]}",
     )
   return names
 
 
 def _texts(parsed: Conversation | Completion) -> tuple[str, str]:
-  """Returns the text of all roles but the assistant, and the assistant's."""
+  """Joins the messages of a conversation into two texts.
+
+  The first text is from all roles except the assistant, the second from the
+  assistant.
+  """
   if isinstance(parsed, Completion):
     return parsed.prompt, parsed.completion
   asked, answered = [], []
