@@ -217,7 +217,9 @@ def activation_bwd_operands(
     name="activation_bwd_amax",
   )
   dx_scale, read = scales.bits_to_shared_scale(bits, gradient, interpret)
-  height = tiles.pick_height(m)
+  # Other GPUs than Hopper may have too little shared memory for high tiles.
+  is_hopper = device.why_not_hopper() is None
+  height = tiles.pick_height(m) if is_hopper or interpret else tiles.LOW
   grid = tiles.grid(m, f, height)
   in_rows, columns, y, sums = tiles.run(
     functools.partial(_bwd_kernel, count=len(parts), height=height, **how),
@@ -304,7 +306,7 @@ def _bwd_kernel(
     tiles.put(codes, smems[0], height, start, interpret)
     # Without this barrier, the compiler would load all rows of the tile first,
     # and spill registers.
-    plgpu.commit_smem()
+    tiles.barrier(interpret)
   for at, smem in zip(columns, smems[1:], strict=True):
     rows.store(
       columns_gmem.at[at, row], tiles.take(smem, height, E5M2, interpret)

@@ -134,7 +134,8 @@ def run(
     factors=sizes,
     interpret=interpret,
   )
-  # The kernel gets None for fields that a codec does not use (scalar zeros).
+  # Fields that a codec does not use are stored as scalar zeros. For them, the
+  # kernel gets None.
   used = jax.tree.map(lambda x: x if x.ndim else None, stored)
   first, new = _step(
     scalars, jnp.concatenate(place), g, p, used, tuple(read), work=work
@@ -164,7 +165,7 @@ def _step(scalars, place, g, p, stored, read, *, work: _Work):
       approx_math=True,
       # No barriers are needed: threads share only statistics, each among the 16
       # lanes of a group. A lane overwrites a statistic only after it has
-      # received what the other 15 lanes computed from its old value.
+      # received what the other 15 lanes computed from the old value.
       unsafe_no_auto_barriers=True,
     ),
     interpret=plgpu.InterpretGPUParams() if work.interpret else False,

@@ -195,6 +195,16 @@ def _word_strides(height: int) -> tuple[int, int]:
   return stride, LANES // 2 * stride + height // 4
 
 
+def barrier() -> None:
+  """Waits until all threads of the warpgroup have arrived."""
+
+  @plgpu.inline_mgpu()
+  def wait(_):
+    mgpu.utils.warpgroup_barrier()
+
+  wait()  # pyright: ignore
+
+
 def put(codes: Array, smem, height: int, first: int) -> None:
   """Writes rows of a tile, from row `first` on, to shared memory for `take`.
 

@@ -133,6 +133,12 @@ def quantize(
   return rows.quantize(x, scale, dtype, row_ptx.TILE_LAYOUT, interpret)
 
 
+def barrier(interpret: bool) -> None:
+  """Waits until all threads of the warpgroup have arrived."""
+  if not interpret:
+    row_ptx.barrier()
+
+
 def put(codes: Array, smem, height: int, first: int, interpret: bool) -> None:
   """Writes rows of a tile, from row `first` on, to shared memory for `take`.
 
@@ -148,8 +154,7 @@ def put(codes: Array, smem, height: int, first: int, interpret: bool) -> None:
 def take(smem, height: int, dtype: DTypeLike, interpret: bool) -> Array:
   """Waits until all rows of a tile are `put`; returns its transpose.
 
-  A program may use each `smem` only once, because `put` does not wait for the
-  reads of an earlier `take`.
+  Before the next `put` to the same `smem`, the kernel needs a `barrier`.
   """
   if not interpret:
     return row_ptx.take(smem, height, dtype)
@@ -210,8 +215,8 @@ def run(
   another. With four warpgroups, the compiler limits a thread to 128 registers.
   """
   across, down = grid
-  programs = pl.cdiv(across * down, _WARPGROUPS)
-  programs = min(programs, 2 if interpret else device.multiprocessors())
+  programs = 2 if interpret else device.multiprocessors()
+  programs = min(across * down, programs)
   workers = programs * _WARPGROUPS
 
   def body(*refs):
@@ -224,7 +229,7 @@ def run(
       number = worker + i * workers
       index = lax.div(number, jnp.int32(down)), lax.rem(number, jnp.int32(down))
       kernel(index, *refs, *own)
-      plgpu.commit_smem()  # The next tile reuses the shared memory.
+      barrier(interpret)  # The next tile reuses the shared memory.
 
     count = lax.div(across * down - worker + workers - 1, jnp.int32(workers))
     lax.fori_loop(0, count, compute, None)

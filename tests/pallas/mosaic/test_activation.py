@@ -44,9 +44,12 @@ CASES = [(name, gated) for name in SCALES_APART for gated in (True, False)]
 ALL = pytest.mark.parametrize("activation, gated", CASES)
 
 # The first shape is not a multiple of a tile along either axis. The second has
-# tiles of 32 rows and groups of 128.
+# tiles of 32 rows and groups of 128. In the third, warpgroups of the backward
+# pass compute several tiles.
 SHAPES = pytest.mark.parametrize(
-  "shape, group_size", [((80, 144), 16), ((48, 256), 128)], ids=str
+  "shape, group_size",
+  [((80, 144), 16), ((48, 256), 128), ((144, 528), 16)],
+  ids=str,
 )
 
 
