@@ -12,6 +12,7 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 def thread():
   """Returns the index of this thread in its warpgroup."""
+  # Side effects keep the compiler from holding the index in a register.
   code = "{ .reg .b32 t; mov.u32 t, %tid.x; and.b32 $0, t, 127; }"
   return llvm.inline_asm(i32_type(), [], code, "=r", has_side_effects=True)
 

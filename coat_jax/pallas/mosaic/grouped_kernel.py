@@ -60,7 +60,7 @@ class Work:
   """Static parameters of one matmul, the same for all of its programs."""
 
   tile: Tile
-  tiles: int  # Number of tiles per unit of the table: a tile of rows or a run.
+  tiles: int  # Number of tiles per run of groups, or per entry with a tile.
   tiles_n: int  # Number of tiles along n.
   depth: int  # Length of a block along the summed axis k.
   a_k_first: bool  # Whether a is [k, m] instead of [m, k].
@@ -88,7 +88,7 @@ class Arrays(NamedTuple):
   """The kernel's arguments and its result, in the GPU's memory."""
 
   table: Any  # int32 [fields of `Entry`, entries]
-  used: Any  # Number of units of the table that are in use, [1].
+  used: Any  # Number of runs, or of entries in use, [1].
   scale: Any  # A factor per group, f32 [E].
   a: Any
   b: Any
@@ -106,7 +106,7 @@ class Memory(NamedTuple):
   a_smem: Any
   b_smem: Any
   out_smem: Any  # Pieces of the result, for each warpgroup.
-  # For each warpgroup, 64 rows, of which some are copied; unused in a run.
+  # For each warpgroup, 64 rows, of which some are copied. Not for gradients.
   edge_smem: Any
   loaded: Any  # A barrier per stage: completes when its copies end.
   free: Any  # A barrier per stage: completes when all warpgroups have read.

@@ -98,7 +98,8 @@ def join_heads_operand(
   width, how = heads.joined, dict(heads=heads, interpret=interpret)
   # For each tile, cos and sin are more bytes than the gradients. So a program
   # computes several tiles whose columns belong to the same channels.
-  count = 4 if COLUMNS % h == 0 and width >= 4 * COLUMNS else 1
+  is_shared = pairs and COLUMNS % h == 0 and width >= 4 * COLUMNS
+  count = 4 if is_shared else 1
   low = pl.cdiv(width, count * COLUMNS), pl.cdiv(m, tiles.LOW)
   [bits] = rows.run(
     functools.partial(_amax_kernel, count=count, **how),

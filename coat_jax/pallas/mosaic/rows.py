@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads, quantizes and stores groups or tiles, for memory-bound kernels.
 
-Each program (thread block) consists of one warpgroup of 128 threads. In its
-registers, values form either groups or a tile:
+Each program (thread block) consists of one warpgroup of 128 threads, or of four
+in `tiles.run`. In a warpgroup's registers, values form either groups or a tile:
 
   groups  [count, G], with G = 16 to 128 values per group. A lane holds 8
           adjacent values (16 bytes in BF16), so at most four shuffles find a
@@ -92,8 +92,8 @@ def start(
     scratch_types=scratch,
     compiler_params=plgpu.CompilerParams(
       approx_math=True,
-      # Only functions in `row_ptx` share memory between threads, and they emit
-      # their own barriers.
+      # Only functions in `row_ptx` share memory between threads. They and the
+      # kernels emit their own barriers.
       unsafe_no_auto_barriers=True,
     ),
     interpret=plgpu.InterpretGPUParams() if interpret else False,

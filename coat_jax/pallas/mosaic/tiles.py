@@ -210,9 +210,9 @@ def run(
 ) -> list:
   """Runs `kernel(index, *refs)` for all tiles of a grid, like `rows.run`.
 
-  For kernels that would take more than 128 registers per thread. There is one
-  program per multiprocessor. Each of its warpgroups computes one tile after
-  another. With four warpgroups, the compiler limits a thread to 128 registers.
+  Use it for kernels that would take more than 128 registers per thread. Each
+  multiprocessor runs one program, and each of its four warpgroups computes one
+  tile after another. Because of the four, a thread gets at most 128 registers.
   """
   across, down = grid
   programs = 2 if interpret else device.multiprocessors()
