@@ -3,9 +3,9 @@
 
 `num_bytes` counts the bytes of the matrices that an operation must read and
 write, but not the bytes of vectors. Some operations must find their result's
-largest magnitude before they can write the result: `quantize_tensor` without a
-scale, and `activation_bwd_operands`. They read their inputs twice, so these
-bytes count twice.
+scale before they can write the result: `quantize_tensor` without a scale reads
+its input twice, and `activation_bwd_operands` reads dy twice. These bytes count
+twice.
 """
 
 import functools
@@ -295,5 +295,5 @@ def _activation(sizes, activation, gated):
       lambda op, dy, parts, scale, has_sums=has_sums: op(
         dy, parts, scale=scale, has_sums=has_sums, **how
       ),
-      num_bytes=size * (2 * (read + grouped) + 2 * count + 1),
+      num_bytes=size * (2 * read + grouped + 2 * count + 1),
     )

@@ -12,6 +12,7 @@ We write (1 + tanh(u)) / 2 as sigmoid(2 u), because 1 + tanh(u) loses its
 significant bits if tanh(u) is near -1.
 """
 
+from collections.abc import Sequence
 from typing import Any, get_args
 
 import jax
@@ -19,12 +20,19 @@ import jax.numpy as jnp
 from jax import Array
 
 from coat_jax.numerics.checks import check_choice, check_numeric
-from coat_jax.numerics.qtensor import QTensor, join_groups, split_groups
+from coat_jax.numerics.formats import E4M3, E5M2, qmax
+from coat_jax.numerics.qtensor import (
+  QTensor,
+  group_amax,
+  join_groups,
+  split_groups,
+)
 from coat_jax.numerics.scaling import (
   GRADIENTS,
   VALUES,
   Groups,
   Operand,
+  PerTensor,
   Scales,
   Scaling,
 )
@@ -39,6 +47,9 @@ _INV_SQRT_2PI = 0.3989422804014327
 _SQRT_2_OVER_PI = 0.7978845608028654
 _CUBIC = 0.044715
 _QUICK = 1.702
+
+# For all x, |f'(x)| is smaller, and |f(x)| is at most |x|.
+_STEEPEST = 1.13
 
 
 def check_activation(activation: Any) -> None:
@@ -158,6 +169,9 @@ def activation_bwd_operands(
   is the gradient of a bias that was added to the input: the input's gradient
   before rounding, summed over rows in f32. With a `factor`, the fourth result
   is the factor's gradient, f32 [..., 1].
+
+  One E5M2 scale per tensor comes from `gradient_bounds`, because E5M2 has range
+  to spare. Other scales come from the gradient itself.
   """
   n, dx = dy.shape[-1], _gradients(dy, parts, activation, factor)
   dfactor = None
@@ -168,7 +182,10 @@ def activation_bwd_operands(
   if has_sums:
     rows = [join_groups(x, n).reshape(-1, n) for x in dx]
     sums = jnp.concatenate([jnp.sum(x, axis=0) for x in rows])
-  found = gradient.find_joined_scale(dx, n)
+  if type(gradient) is PerTensor and gradient.dtype == E5M2:
+    found = gradient.find_scale(gradient_bounds(dy, parts, factor))
+  else:
+    found = gradient.find_joined_scale(dx, n)
   (dy, parts), found = read_again((dy, parts), found)
   if target() == "tpu":
     dx = _gradients(dy, parts, activation, factor)
@@ -179,6 +196,27 @@ def activation_bwd_operands(
     sums,
     dfactor,
   )
+
+
+def gradient_bounds(
+  dy: Array, parts: Parts, factor: Array | None = None
+) -> Array:
+  """Bounds the magnitude of the gradient in each group, f32 [..., groups]."""
+  size = parts[0].group_size
+  assert size is not None
+  scales = [part.scale for part in parts]
+  largest = largest_gradient(group_amax(dy, size), scales)
+  if factor is None:
+    return largest
+  return jnp.where(factor == 0, 0.0, largest * jnp.abs(factor))
+
+
+def largest_gradient(dy: Array, scales: Sequence[Array]) -> Array:
+  """Bounds a group's gradient, given its largest |dy| and its E4M3 scales."""
+  if len(scales) == 1:
+    return dy * _STEEPEST
+  gate, up = (scale.astype(jnp.float32) * qmax(E4M3) for scale in scales)
+  return dy * jnp.maximum(gate, up * _STEEPEST)
 
 
 def activated(parts: Parts, *, activation: Activation) -> Array:

@@ -89,6 +89,9 @@ def test_quotients_halfway_between_codes_are_rounded_correctly(
     ((32, 512), "layer", 128),
     ((32, 768), "rms", 64),
     ((32, 272), "rms", 16),
+    # From 128 rows on, each warp has a row.
+    ((144, 768), "rms", 32),
+    ((128, 640), "layer", 128),
   ],
 )
 def test_norms_match_their_definitions(on_machine, shape, kind, group_size):
@@ -191,7 +194,8 @@ def test_quantization_needs_few_registers(fn, most, dtype, tmp_path):
 @pytest.mark.parametrize(
   "n, kind, most",
   [
-    (1152, "layer", 56),
+    # Here each warp has a row. 4 programs fit on a multiprocessor.
+    (1152, "layer", 120),
     (4096, "rms", 80),
     (4096, "layer", 112),
     (8192, "layer", 224),

@@ -12,7 +12,9 @@ import pytest
 
 from coat_jax import ops
 from coat_jax.numerics.formats import E5M2
+from coat_jax.numerics.scaling import PerTensor
 from coat_jax.ops import Groups
+from coat_jax.ops.activation import gradient_bounds
 from tests import cases, oracles
 from tests.comparing import assert_close, assert_same_bits
 from tests.ops.test_definitions import (
@@ -156,6 +158,13 @@ def test_activation_bwd_operands_match_the_gradients_with_one_scale(width):
   b, b_values = in_groups((ROWS, width), 2)
   dy = gradient((ROWS, width))
   scale = jnp.float32(1 / 64)
+  # The largest |dy|, |a| and |b| in each group, as scales times 448.
+  groups = math.ceil(width / GROUP)
+  dy_amax = np.pad(np.abs(dy), ((0, 0), (0, groups * GROUP - width)))
+  dy_amax = dy_amax.reshape(ROWS, groups, GROUP).max(axis=2)
+  a_amax, b_amax = (448 * np.asarray(x.scale, np.float64) for x in (a, b))
+  ungated = np.max(dy_amax * 1.13)
+  gated_bound = np.max(dy_amax * np.maximum(a_amax, 1.13 * b_amax))
   # In f32, GELU's gradient is off by 2e-6 of its largest value.
   slope = gelu_slope64(np.asarray(a_values, np.float64))
   exact = np.asarray(dy, np.float64) * slope
@@ -174,11 +183,40 @@ def test_activation_bwd_operands_match_the_gradients_with_one_scale(width):
     dx, y, sums, _ = ops.activation_bwd_operands(
       dy, parts, has_sums=True, **how
     )
-    assert_codes_stand_for(dx, want, E5M2)
+    bound = ungated if len(parts) == 1 else gated_bound
+    assert np.max(np.abs(want)) < bound
+    assert_codes_stand_for(dx, want, E5M2, bound)
     assert_close(sums, np.sum(np.asarray(want, np.float64), axis=0))
     again = ops.activation_fwd(parts, **how)
     assert y.rows is None
     assert_same_bits(y.columns, np.asarray(again.rows).T)
+
+
+@pytest.mark.parametrize("activation", FORMULAS)
+def test_gradient_bounds_hold_and_are_tight(activation):
+  # Gradients are steepest between 1 and 2.
+  x = jnp.concatenate([jnp.linspace(-8, 8, 2**14), jnp.linspace(1, 2, 2**14)])
+  gate = ops.quantize_groups(x.reshape(-1, GROUP), groups=Groups(GROUP))
+  ones = ops.quantize_groups(
+    jnp.ones((len(x) // GROUP, GROUP)), groups=Groups(GROUP)
+  )
+  dy = jnp.ones((len(x) // GROUP, GROUP))
+  for parts in ((gate,), (gate, ones)):
+    gradients = ops.activation_bwd(dy, parts, activation=activation)
+    largest = np.max(np.abs(gradients), axis=(0, 2))
+    bounds = gradient_bounds(dy, parts)
+    assert bounds.shape == (len(dy), 1)
+    assert np.all(largest <= bounds[:, 0])
+    assert np.max(largest / bounds[:, 0]) > 0.97
+
+
+def test_formats_without_range_to_spare_get_the_exact_scale():
+  x, _ = in_groups((ROWS, 64), 1)
+  dy = gradient((ROWS, 64))
+  how = dict(activation="silu", scale=jnp.float32(1))
+  [want] = ops.activation_bwd(dy, (x,), activation="silu")
+  dx, *_ = ops.activation_bwd_operands(dy, (x,), gradient=PerTensor(), **how)
+  assert_codes_stand_for(dx, want)
 
 
 def test_activations_match_float64_on_degenerate_groups():

@@ -43,10 +43,11 @@ def float64(codes, scale):
   return np.asarray(codes, np.float64) * float(scale)
 
 
-def assert_codes_stand_for(q, values, dtype=E4M3):
+def assert_codes_stand_for(q, values, dtype=E4M3, bound=None):
   """Checks the scale, and that codes are off by at most half a step.
 
-  The f32 values that were quantized may be off by 1e-6 of the largest.
+  The scale must come from `bound`, or else from the largest magnitude. The f32
+  values that were quantized may be off by 1e-6 of the largest.
   """
   values = np.asarray(values, np.float64)
   assert q.scale.dtype == jnp.float32
@@ -56,11 +57,12 @@ def assert_codes_stand_for(q, values, dtype=E4M3):
     flat = rows.reshape(-1, rows.shape[-1])
     assert_same_bits(q.columns, np.asarray(flat).T)
   amax = np.max(np.abs(values))
-  assert_close(q.scale, amax / oracles.QMAX[dtype], 1e-6)
+  expected = amax if bound is None else bound
+  assert_close(q.scale, expected / oracles.QMAX[dtype], 1e-6)
   scale = float(q.scale)
   error = np.abs(float64(rows, scale) - values)
-  bound = scale * oracles.fp8_error_bound(values / scale, dtype) + 1e-6 * amax
-  assert np.all(error <= bound)
+  step = scale * oracles.fp8_error_bound(values / scale, dtype)
+  assert np.all(error <= step + 1e-6 * amax)
 
 
 # --- Linear ------------------------------------------------------------------

@@ -9,11 +9,11 @@
 A gated function computes y = f(gate) up. The gradients dgate = dy up f'(gate)
 and dup = dy f(gate) share one scale.
 
-The backward pass needs the scale of dx before it can write any code, so it
-reads its inputs twice. The first kernel finds the largest magnitude and, if
-rows have factors, each group's part of a factor's gradient. The second kernel
-writes the codes and, for the gradient of a bias, the sum of dx over every 32
-rows of each tile. XLA adds up these sums, always in the same order.
+The backward pass needs the scale of dx before it can write any code. So a first
+kernel bounds dx from dy and the groups' scales (`ops.activation`), and, if rows
+have factors, computes each group's part of a factor's gradient. The second
+kernel writes the codes and, for the gradient of a bias, the sum of dx over
+every 32 rows of each tile. XLA adds up these sums, always in the same order.
 """
 
 import functools
@@ -34,7 +34,7 @@ from coat_jax.numerics.scaling import (
   Scales,
   Scaling,
 )
-from coat_jax.ops.activation import Parts
+from coat_jax.ops.activation import Parts, largest_gradient
 from coat_jax.ops.dispatch import kernel
 from coat_jax.ops.types import Activation
 from coat_jax.pallas import supported
@@ -209,12 +209,12 @@ def activation_bwd_operands(
   programs = pl.cdiv(dy.size, size)
   of_groups = jax.ShapeDtypeStruct(shape[:1], jnp.float32)
   bits, dfactor = rows.run(
-    functools.partial(_amax_kernel, count=size // shape[1], **how),
+    functools.partial(_bound_kernel, count=size // shape[1], **how),
     [dy.reshape(shape), _in_list(factor, parts[0]), *inputs],
     [scales.maxima(programs), None if factor is None else of_groups],
     grid=(programs,),
     interpret=interpret,
-    name="activation_bwd_amax",
+    name="activation_bwd_bound",
   )
   dx_scale, read = scales.bits_to_shared_scale(bits, gradient, interpret)
   # Other GPUs than Hopper may have too little shared memory for high tiles.
@@ -252,21 +252,25 @@ def activation_bwd_operands(
   return dx, Operand(None, y, scale), sums, dfactor
 
 
-def _amax_kernel(dy_gmem, factor_gmem, *refs, count, activation, interpret):
+def _bound_kernel(dy_gmem, factor_gmem, *refs, count, activation, interpret):
   *refs, bits_gmem, dfactor_gmem = refs
   groups, g = dy_gmem.shape
   part, load = rows.part("last", count, groups), Load(g)
+  layout = load.layout.reduce(1)
   dy = rows.load_groups(dy_gmem.at[part], load)
-  factor = load_factor(factor_gmem, part, load.layout.reduce(1))
-  parts = _load_groups(refs, part, load)
-  gradients, y = _gradients(dy, parts, activation, load.layout, interpret)
-  if dfactor_gmem is not None:
+  sizes = [
+    plgpu.load(ref.at[part], layout=layout, optimized=False)
+    for ref in refs[1::2]
+  ]
+  largest = largest_gradient(jnp.max(jnp.abs(dy), axis=1), sizes)
+  if factor_gmem is not None:
+    factor = load_factor(factor_gmem, part, layout)
+    largest = times(largest, jnp.abs(factor))
+    parts = _load_groups(refs, part, load)
+    y = activated(parts, activation, load.layout, interpret)
     rows.store(dfactor_gmem.at[part], jnp.sum(dy * y, axis=1))
-  largest = functools.reduce(jnp.maximum, map(jnp.abs, gradients))
-  largest = times(largest, factor)
-  scales.store_maximum(
-    bits_gmem, lax.axis_index("last"), rows.amax_bits(largest, load.count)
-  )
+  bits = rows.amax_bits(largest, load.count)
+  scales.store_maximum(bits_gmem, lax.axis_index("last"), bits)
 
 
 def _bwd_kernel(

@@ -7,8 +7,8 @@
   norm_fwd    computes y from the codes, mean and rstd, and writes it in E4M3,
               in the row layout, the column layout (transposed) or both
 
-A program of `norm_input` processes the groups of a row, and a program of
-`norm_fwd` processes a tile (see `tiles`).
+A program of `norm_input` processes one row, or four rows of up to 1,280 values
+(see `whole_rows`). A program of `norm_fwd` processes a tile (see `tiles`).
 """
 
 import functools
@@ -16,6 +16,8 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from coat_jax.numerics.formats import E4M3
 from coat_jax.numerics.qtensor import QTensor
@@ -38,6 +40,7 @@ from coat_jax.pallas.mosaic import (
   tiles,
   whole_rows,
 )
+from coat_jax.pallas.mosaic.magnitudes import magnitude_bits
 
 # --- Input -------------------------------------------------------------------
 
@@ -66,19 +69,27 @@ def norm_input(
   """Computes `ops.norm_input`."""
   *leading, n = x.shape
   m, g = x.size // n, groups.size
-  shape = m * n // g, g
   per_row = jax.ShapeDtypeStruct((m,), jnp.float32)
+  how = whole_rows.pick_per_warp(m, n, g)
+  if how is None:
+    shape, programs = (m * n // g, g), m
+    kernel = functools.partial(_input_kernel, eps=eps, interpret=interpret)
+  else:
+    shape, programs = (m, n // g, g), pl.cdiv(m, row_ptx.WARPS)
+    kernel = functools.partial(
+      _input_kernel_per_warp, load=how, eps=eps, interpret=interpret
+    )
   qvalue, scale, mean, rstd, bits = rows.run(
-    functools.partial(_input_kernel, eps=eps, interpret=interpret),
+    kernel,
     [x.reshape(shape), *(whole_rows.in_groups(v, g) for v in (gamma, beta))],
     [
       jax.ShapeDtypeStruct(shape, E4M3),
-      jax.ShapeDtypeStruct(shape[:1], jnp.bfloat16),
+      jax.ShapeDtypeStruct(shape[:-1], jnp.bfloat16),
       per_row if kind == "layer" else None,
       per_row,
       scales.maxima(m),
     ],
-    grid=(m,),
+    grid=(programs,),
     interpret=interpret,
     name="norm_input",
   )
@@ -86,6 +97,41 @@ def norm_input(
   mean = None if mean is None else mean.reshape(leading)
   stats = NormStats(mean, rstd.reshape(leading))
   return x_q, stats, scales.output_scale(bits, output, interpret)
+
+
+def _input_kernel_per_warp(*refs, load, eps, interpret):
+  """Processes four rows, one per warp."""
+  *refs, q_gmem, scale_gmem, mean_gmem, rstd_gmem, bits_gmem = refs
+  x_gmem, gamma_gmem, beta_gmem = refs
+  m, groups, g = x_gmem.shape
+  n, place = groups * g, rows.part("last", row_ptx.WARPS, m)
+  x = rows.load_groups(x_gmem.at[place], load)
+  codes, scale = rows.quantize_groups(x, q_gmem.dtype, load, interpret)
+  rows.store(q_gmem.at[place], codes)
+  rows.store(scale_gmem.at[place], scale.astype(scale_gmem.dtype))
+  x = rows.dequantize_groups(codes, scale)
+
+  def mean_of(x):
+    return load.combined(jnp.add, jnp.sum, x) / n
+
+  def of_vector(ref):
+    layout = load.layout.reduce(0)
+    vector = plgpu.load(ref, layout=layout, optimized=False)
+    return lax.broadcast_in_dim(vector.astype(jnp.float32), x.shape, (1, 2))
+
+  if mean_gmem is not None:
+    mean = mean_of(x)
+    rows.store(mean_gmem.at[place], mean)
+    x = x - rows.spread(mean, x.shape)
+  rstd = lax.rsqrt(mean_of(x * x) + eps)
+  rows.store(rstd_gmem.at[place], rstd)
+  y = x * rows.spread(rstd, x.shape)
+  if gamma_gmem is not None:
+    y = y * of_vector(gamma_gmem)
+  if beta_gmem is not None:
+    y = y + of_vector(beta_gmem)
+  bits = load.combined(jnp.maximum, jnp.max, magnitude_bits(y))
+  rows.store(bits_gmem.at[place, 0], bits)
 
 
 def _input_kernel(*refs, eps, interpret):

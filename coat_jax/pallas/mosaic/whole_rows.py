@@ -1,17 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Splits a row into parts to load, for kernels that sum over a row."""
+"""Loads whole rows, for kernels that sum over a row.
+
+A program processes either one row, in parts (`RowPart`), or four, one in each
+warp (`RowPerWarp`). Warps that have a row of their own never wait for others.
+"""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from coat_jax.pallas.mosaic.row_ptx import LANES
+from coat_jax.pallas.mosaic.row_ptx import LANES, VECTOR, WARPS
 from coat_jax.pallas.mosaic.rows import Load, folded
 
 _WIDEST = 8192  # For longer rows, registers would spill.
+_WIDEST_PER_WARP = 1280
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,3 +96,47 @@ def why_not_row(shape: tuple[int, ...], size: int) -> str | None:
       f"{shape[-1]}"
     )
   return None
+
+
+# --- One row per warp --------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class RowPerWarp(Load):
+  """Loads rows of `groups` groups as [4, groups, size], one row per warp."""
+
+  groups: int = 0
+
+  @property
+  def count(self) -> int:
+    """The number of groups that a warp loads at a time."""
+    return LANES * self.vector // self.size
+
+  @property
+  def layout(self):
+    # Mosaic supports no axis of size 1, so a group of 128 needs another layout.
+    height = self.groups if self.count == 1 else self.count
+    return plgpu.Layout.TILED(
+      plgpu.Tiling(((WARPS, height, self.size), (self.vector,))),
+      warp_dims=(-4,),
+      lane_dims=(-2,) if self.count == 1 else (-3, -2),
+      vector_dim=-1,
+    )
+
+  def combined(self, op: Callable, reduce: Callable, x: Array) -> Array:
+    """Combines each row's values; `op` combines arrays, `reduce` an axis."""
+    if self.count == 1:
+      return reduce(reduce(x, axis=1), axis=1)
+    # Each lane first combines its own values.
+    parts = [
+      x[:, i : i + self.count] for i in range(0, self.groups, self.count)
+    ]
+    return reduce(reduce(functools.reduce(op, parts), axis=2), axis=1)
+
+
+def pick_per_warp(m: int, n: int, size: int) -> RowPerWarp | None:
+  """Returns how warps load rows [m, n], or None if a row needs a program."""
+  vector = VECTOR if n % (LANES * VECTOR) == 0 else VECTOR // 2
+  if m < WARPS * LANES or n > _WIDEST_PER_WARP or n % (LANES * vector):
+    return None
+  return RowPerWarp(size, vector, n // size)

@@ -330,7 +330,8 @@ def check_far_values(activation, gated):
     ]
     assert_same_operand(*(found[1] for found in bwd))
     actual, expected = (found[0] for found in bwd)
-    assert np.isfinite(actual.scale) == is_finite
+    # Without a gate, the scale depends only on dy, which is finite.
+    assert np.isfinite(actual.scale) == (is_finite or not gated)
     np.testing.assert_allclose(
       actual.scale, expected.scale, rtol=1e-5, equal_nan=True
     )
