@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from coat_jax.numerics.checks import check_choice, check_numeric
-from coat_jax.numerics.formats import E4M3, E5M2, qmax
+from coat_jax.numerics.formats import E5M2, qmax
 from coat_jax.numerics.qtensor import (
   QTensor,
   group_amax,
@@ -204,18 +204,20 @@ def gradient_bounds(
   """Bounds the magnitude of the gradient in each group, f32 [..., groups]."""
   size = parts[0].group_size
   assert size is not None
-  scales = [part.scale for part in parts]
-  largest = largest_gradient(group_amax(dy, size), scales)
+  magnitudes = [
+    part.scale.astype(jnp.float32) * qmax(part.qvalue.dtype) for part in parts
+  ]
+  largest = largest_gradient(group_amax(dy, size), magnitudes)
   if factor is None:
     return largest
   return jnp.where(factor == 0, 0.0, largest * jnp.abs(factor))
 
 
-def largest_gradient(dy: Array, scales: Sequence[Array]) -> Array:
-  """Bounds a group's gradient, given its largest |dy| and its E4M3 scales."""
-  if len(scales) == 1:
+def largest_gradient(dy: Array, magnitudes: Sequence[Array]) -> Array:
+  """Bounds a gradient, given the largest |dy|, and |x| or |gate| and |up|."""
+  if len(magnitudes) == 1:
     return dy * _STEEPEST
-  gate, up = (scale.astype(jnp.float32) * qmax(E4M3) for scale in scales)
+  gate, up = magnitudes
   return dy * jnp.maximum(gate, up * _STEEPEST)
 
 

@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from coat_jax import ops
-from coat_jax.numerics.formats import E4M3
+from coat_jax.numerics.formats import E4M3, E5M2
 from coat_jax.ops import AttentionKind, Groups, PerTensor
+from coat_jax.ops.activation import gradient_bounds
 from coat_jax.recipes import Formats
 from tests.ops.naive_attention import naive_attention, seen
 
@@ -40,9 +41,9 @@ def rounded_gradient(x, dtype):
   return x
 
 
-def per_tensor(x, dtype=E4M3):
+def per_tensor(x, dtype=E4M3, scale=None):
   """Quantizes x with one scale, and dequantizes to f32."""
-  q = ops.quantize_tensor(x, scaling=PerTensor(dtype))
+  q = ops.quantize_tensor(x, scaling=PerTensor(dtype), scale=scale)
   return q.rows.astype(jnp.float32) * q.scale
 
 
@@ -58,15 +59,63 @@ def per_group(x, group_size=16, dtype=E4M3):
   return pin(x, q.dequantize())
 
 
+@jax.custom_vjp
+def gradient_rounded_later(x):
+  """Returns x, and 0; rounds the gradient to E5M2.
+
+  `activation` reads the 0. Its backward pass returns the scale as the 0's
+  gradient, which is how the scale gets here.
+  """
+  return x, jnp.float32(0)
+
+
+gradient_rounded_later.defvjp(
+  lambda x: ((x, jnp.float32(0)), None),
+  lambda _, g: (per_tensor(g[0], E5M2, g[1]),),
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def activation(f, count, groups, x, zero, factor=None):
+  """Computes f(x, factor); returns the scale of x's gradient as that of `zero`.
+
+  The scale comes from `gradient_bounds` for `count` parts of x.
+  """
+  del count, groups, zero
+  return f(x, factor)
+
+
+def _activation_fwd(f, count, groups, x, zero, factor):
+  del count, groups, zero
+  y, vjp = jax.vjp(f, x, factor)
+  return y, (vjp, x, factor)
+
+
+def _activation_bwd(f, count, groups, saved, dy):
+  del f
+  vjp, x, factor = saved
+  dx, dfactor = vjp(dy)
+  parts = tuple(
+    ops.quantize_groups(part, groups=groups)
+    for part in jnp.split(x, count, axis=-1)
+  )
+  bounds = gradient_bounds(dy, parts, factor)
+  return dx, PerTensor(E5M2).find_scale(bounds), dfactor
+
+
+activation.defvjp(_activation_fwd, _activation_bwd)
+
+
 def rounded(x, dtype):
   """Rounds x to `dtype`, and converts to f32."""
   return pin(x, x.astype(dtype).astype(jnp.float32))
 
 
-def linear(x, w, bias=None, dtype=jnp.float32, formats=FP8):
+def linear(x, w, bias=None, dtype=jnp.float32, formats=FP8, later=False):
   """Computes x @ w + bias with quantized operands and gradients; w: [D, ...].
 
-  The result is rounded to `dtype`, unless there is a bias.
+  The result is rounded to `dtype`, unless there is a bias. With `later`, also
+  returns the second result of `gradient_rounded_later`.
   """
   matrix = w.reshape(w.shape[0], -1)
   of = formats.values
@@ -75,11 +124,14 @@ def linear(x, w, bias=None, dtype=jnp.float32, formats=FP8):
   x = pin(x.astype(jnp.float32), per_tensor(x, of))
   matrix = pin(matrix.astype(jnp.float32), per_tensor(matrix, of))
   y = jnp.matmul(x, matrix, precision="highest")
-  y = rounded_gradient(y, formats.gradients)
+  y, zero = gradient_rounded_later(y) if later else (y, None)
+  y = y if later else rounded_gradient(y, formats.gradients)
   if bias is None:
-    return pin(y, ops.linear_fwd(x_q, w_q, dtype=dtype).astype(jnp.float32))
-  y = pin(y, ops.linear_fwd(x_q, w_q, dtype=jnp.float32))
-  return y + _row(rounded(bias.reshape(-1), dtype), y)
+    y = pin(y, ops.linear_fwd(x_q, w_q, dtype=dtype).astype(jnp.float32))
+  else:
+    y = pin(y, ops.linear_fwd(x_q, w_q, dtype=jnp.float32))
+    y = y + _row(rounded(bias.reshape(-1), dtype), y)
+  return (y, zero) if later else y
 
 
 def norm(x, gamma, beta, kind, eps, group_size=16, dtype=E4M3):
@@ -113,7 +165,7 @@ def gated_mlp(
   eps,
   residuals,
   group_size=16,
-  activation="silu",
+  name="silu",
   post_norm=None,
   formats=FP8,
 ):
@@ -123,22 +175,33 @@ def gated_mlp(
   y = x
   if kind is not None:
     y = norm(x, front.gamma, front.beta, kind, eps, **groups)
-  gate_up = linear(y, front.w, front.bias, x.dtype, formats)
-  gate_up = rounded(gate_up, x.dtype)
-  gate, up = jnp.split(gate_up, 2, axis=-1)
-  gate, up = per_group(gate, **groups), per_group(up, **groups)
-  fixed = ops.activation_values(gate, activation=activation)
-  y = pin(ACTIVATIONS[activation](gate), jax.lax.stop_gradient(fixed))
-  if residuals == "coat":
-    y = per_group(y, **groups)
+  # With residuals="coat", the scale comes from the gradient itself.
+  is_exact = residuals == "coat" or formats.gradients != E5M2
+  h = linear(y, front.w, front.bias, x.dtype, formats, later=not is_exact)
+  h, zero = (h, None) if is_exact else h
+  h = rounded(h, x.dtype)
+
+  def activated(h, _):
+    gate, up = jnp.split(h, 2, axis=-1)
+    gate, up = per_group(gate, **groups), per_group(up, **groups)
+    fixed = ops.activation_values(gate, activation=name)
+    y = pin(ACTIVATIONS[name](gate), jax.lax.stop_gradient(fixed))
+    if residuals == "coat":
+      y = per_group(y, **groups)
+    return y * up
+
+  if is_exact:
+    y = activated(h, None)
+  else:
+    y = activation(activated, 2, Groups(group_size, formats.values), h, zero)
   # Bias and x are added in f32, before the result is rounded.
   dtype = jnp.float32 if back.bias is None else x.dtype
   if post_norm is not None:
-    out = linear(y * up, back.w, back.bias, x.dtype, formats)
+    out = linear(y, back.w, back.bias, x.dtype, formats)
     out = rounded(out, x.dtype)
     out = norm(out, back.gamma, back.beta, post_norm, eps, **groups)
     return x.astype(jnp.float32) + out
-  out = linear(y * up, back.w, back.bias, dtype, formats)
+  out = linear(y, back.w, back.bias, dtype, formats)
   return x.astype(jnp.float32) + out
 
 

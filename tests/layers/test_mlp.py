@@ -65,11 +65,18 @@ def oracle(x, weights, dy, activation):
   def f(x, weights):
     front, back, _ = weights
     y = straight_through.norm(x, front.gamma, front.beta, "layer", 1e-5)
-    h = straight_through.linear(y, front.w, front.bias, x.dtype)
-    h = straight_through.per_group(straight_through.rounded(h, x.dtype))
-    fixed = ops.activation_values(h, activation=activation)
-    y = straight_through.ACTIVATIONS[activation](h)
-    y = straight_through.pin(y, jax.lax.stop_gradient(fixed))
+    h, zero = straight_through.linear(
+      y, front.w, front.bias, x.dtype, later=True
+    )
+    h = straight_through.rounded(h, x.dtype)
+
+    def activated(h, _):
+      h = straight_through.per_group(h)
+      fixed = ops.activation_values(h, activation=activation)
+      y = straight_through.ACTIVATIONS[activation](h)
+      return straight_through.pin(y, jax.lax.stop_gradient(fixed))
+
+    y = straight_through.activation(activated, 1, ops.Groups(16), h, zero)
     return x + straight_through.linear(y, back.w, back.bias, jnp.float32)
 
   y, vjp = jax.vjp(f, x, weights)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from coat_jax import recipes
+from coat_jax import ops, recipes
 from coat_jax.layers import (
   MoE,
   MoEWeights,
@@ -92,9 +92,21 @@ def dense(x, w, kind, normalize, add_input, recipe):
     of_experts = jax.vmap(operand)
     gradient = lambda x: straight_through.rounded_gradient(x, E5M2)  # noqa: E731
   gate_up, down = of_experts(w.gate_up), of_experts(w.down)
-  h = gradient(jnp.einsum("...d,edif->...eif", operand(y), gate_up))
-  gate, up = (keep(h[..., i, :]) for i in (0, 1))
-  z = operand(p[..., None] * jax.nn.silu(gate) * up)
+  h = jnp.einsum("...d,edif->...eif", operand(y), gate_up)
+  h = h.reshape(*h.shape[:-2], -1)
+
+  def activated(h, p):
+    gate, up = map(keep, jnp.split(h, 2, axis=-1))
+    return p * jax.nn.silu(gate) * up
+
+  if recipe.experts == "fp8":
+    h, zero = straight_through.gradient_rounded_later(h)
+    z = straight_through.activation(
+      activated, 2, ops.Groups(16), h, zero, p[..., None]
+    )
+  else:
+    z = activated(h, p[..., None])
+  z = operand(z)
   out = gradient(jnp.einsum("...ef,efd->...d", z, down))
   return (x + out if add_input else out), probabilities.reshape(-1, E).mean(0)
 

@@ -25,7 +25,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from coat_jax.numerics.formats import E4M3, E5M2
+from coat_jax.numerics.formats import E4M3, E5M2, qmax
 from coat_jax.numerics.qtensor import QTensor
 from coat_jax.numerics.scaling import (
   GRADIENTS,
@@ -258,11 +258,10 @@ def _bound_kernel(dy_gmem, factor_gmem, *refs, count, activation, interpret):
   part, load = rows.part("last", count, groups), Load(g)
   layout = load.layout.reduce(1)
   dy = rows.load_groups(dy_gmem.at[part], load)
-  sizes = [
-    plgpu.load(ref.at[part], layout=layout, optimized=False)
-    for ref in refs[1::2]
+  magnitudes = [
+    _load_magnitudes(scale_gmem.at[part], layout) for scale_gmem in refs[1::2]
   ]
-  largest = largest_gradient(jnp.max(jnp.abs(dy), axis=1), sizes)
+  largest = largest_gradient(jnp.max(jnp.abs(dy), axis=1), magnitudes)
   if factor_gmem is not None:
     factor = load_factor(factor_gmem, part, layout)
     largest = times(largest, jnp.abs(factor))
@@ -271,6 +270,12 @@ def _bound_kernel(dy_gmem, factor_gmem, *refs, count, activation, interpret):
     rows.store(dfactor_gmem.at[part], jnp.sum(dy * y, axis=1))
   bits = rows.amax_bits(largest, load.count)
   scales.store_maximum(bits_gmem, lax.axis_index("last"), bits)
+
+
+def _load_magnitudes(scale_gmem, layout) -> Array:
+  """Loads scales of groups; returns the largest possible magnitudes."""
+  scale = plgpu.load(scale_gmem, layout=layout, optimized=False)
+  return scale.astype(jnp.float32) * qmax(E4M3)
 
 
 def _bwd_kernel(
