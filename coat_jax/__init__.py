@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """FP8 training for JAX, with less memory for optimizer states and activations.
 
-This module exports optimizers for optax. Fused optimizers, and functions that
-report and convert states, are in `coat_jax.optimizer`, and the Flax layers are
-in `coat_jax.layers`:
+This module exports optimizers for optax. `coat_jax.optimizer` adds fused
+optimizers, and functions that report and convert optimizer states.
+`coat_jax.layers` contains Flax layers:
 
   import coat_jax
   from coat_jax import codecs, layers, recipes

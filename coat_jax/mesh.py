@@ -7,15 +7,17 @@ There are two ways to run a function:
                   with explicit collectives. Kernels need this: XLA cannot
                   partition them and would gather their arguments first.
   run_whole       XLA partitions the function. Explicit axes become automatic
-                  inside the function; otherwise it would have to state a
-                  sharding wherever JAX cannot infer one, as for a sum over
-                  sharded tokens, a reshape or the carry of a scan.
+                  inside the function. On explicit axes, the function would have
+                  to state a sharding wherever JAX cannot infer one, as for a
+                  sum over sharded tokens, a reshape or the carry of a scan.
 
-Without a mesh, or inside the caller's `shard_map`, both just call the function.
+Without a mesh, or inside the caller's `shard_map`, `run_on_shards` and
+`run_whole` just call the function.
 
-Blocks shard arrays over the axes of `MeshAxes` as follows. The second column
-lists the mesh axes that shard each dimension. There are B sequences of T
-tokens, D features between blocks, F features inside a block, and E experts.
+Blocks (MLP, MoE, attention) shard arrays over the axes of `MeshAxes` as
+follows. The second column lists the mesh axes that shard each dimension. There
+are B sequences of T tokens, D features between blocks, F features inside a
+block, and E experts.
 
   [B, T, D]            batch, tensor      tokens, between blocks
   [B, T, F]            batch, -, tensor   whole sequences, inside a block
@@ -181,7 +183,7 @@ def product_spec(x: Array, w: Array) -> P:
 
 
 def tokens(axes: MeshAxes, x: Array) -> P:
-  """Returns the spec of tokens between blocks: [B, T, ...], or rows [N, D]."""
+  """Returns the spec of tokens between blocks, [B, T, ...] or [N, D]."""
   if x.ndim < 2:
     raise ValueError(
       "layers: on a mesh, inputs must be [..., T, D], got one token of "
@@ -193,12 +195,12 @@ def tokens(axes: MeshAxes, x: Array) -> P:
 
 
 def own_heads(axes: MeshAxes) -> P:
-  """Returns the spec of [B, T, N, H] inside a block, split by heads."""
+  """Returns the spec of N heads, [B, T, N, H], inside a block."""
   return P(axes.batch, None, axes.tensor)
 
 
 def own_columns(axes: MeshAxes, ndim: int) -> P:
-  """Returns the spec of [B, T, ..., F], or rows [N, F], inside a block."""
+  """Returns the spec of tokens inside a block, [B, T, ..., F] or [N, F]."""
   if ndim < 3:
     return P(axes.tokens)
   return P(axes.batch, *(None,) * (ndim - 2), axes.tensor)
@@ -267,11 +269,12 @@ def reduce_gradient(
 ) -> Array:
   """Sums a weight's gradient over devices; returns the device's rows.
 
-  dw [D, ..., F] is computed from the device's tokens. If `has_columns`, devices
-  along the tensor axis process the same tokens, and each has different columns
-  or rows of dw. Otherwise they process different tokens, and each has all of dw
-  for its own tokens. Gradients of experts are not summed over the expert axis,
-  because experts have already received the tokens of all devices along it.
+  dw [D, ..., F] is the gradient from one device's tokens. If `has_columns`,
+  devices along the tensor axis process the same tokens, and have different
+  columns or rows of dw, so dw is not summed over this axis. Otherwise, these
+  devices process different tokens, and dw is summed. Gradients of experts are
+  not summed over the expert axis, because experts have already received the
+  tokens of all devices along that axis.
   """
   if axes is None:
     return dw
@@ -288,10 +291,10 @@ def reduce_gradient(
 def sum_tokens(
   x: Array, axes: MeshAxes | None, *, all_positions: bool = False
 ) -> Array:
-  """Sums the results that devices computed from their own tokens.
+  """Sums x, which each device computed from its own tokens, over devices.
 
-  Pass `all_positions` if each device computed x from whole sequences and its
-  shard of the columns.
+  If each device computed x from whole sequences and from its shard of the
+  columns, pass `all_positions`: x is then not summed over the tensor axis.
   """
   if axes is None:
     return x

@@ -59,7 +59,7 @@ def coat_adamw(
       S_t &\leftarrow (E(m_t), E(v_t)).
     \end{align*}
 
-  All arithmetic is in f32. `coat_jax.codecs` explains the codecs.
+  All arithmetic is in f32. See `coat_jax.codecs` for the codecs.
 
   Args:
     learning_rate: a number or a schedule.
@@ -70,22 +70,22 @@ def coat_adamw(
     mask: a tree of bools that selects the parameters to which weight decay
       applies, or a function that computes such a tree from the parameters.
     nesterov: whether to use Nesterov momentum.
-    codec: determines how the moments are stored (format, group size, ...). The
-      functions in `codecs` return codecs.
+    codec: determines how the moments are stored (format, group size, ...): the
+      result of a function in `codecs`.
     quantize_mask: `(path, leaf) -> bool`, selects the leaves that the codec
       encodes; None for `default_quantize_mask`. With
-      `optax.inject_hyperparams`, list it in `static_args`; otherwise optax
-      treats it as a schedule.
+      `optax.inject_hyperparams`, list `quantize_mask` in `static_args`;
+      otherwise optax treats it as a schedule.
     seed: seed of the random words for stochastic rounding. Runs of the same
       compiled program agree bit for bit. An eager call may differ from a jitted
       call by a few ulps.
     implementation: "mosaic" for the GPU kernel, "mosaic_tpu" for the TPU
-      kernel, "xla" for plain JAX; None for a kernel wherever one supports the
+      kernel, "xla" for plain JAX. None uses a kernel wherever one supports the
       leaf and the platform.
     shardings: on a mesh of automatic axes, the parameters' shardings, as a tree
       of `NamedSharding`s. The kernel then runs on each device's shard. If None,
-      XLA partitions the step; with several devices, it then runs in plain JAX.
-      On explicit axes, omit `shardings`: the types of arrays contain them.
+      XLA partitions the step, so several devices run it in plain JAX. On
+      explicit axes, omit `shardings`: the types of arrays contain them.
 
   Returns:
     An `optax.GradientTransformationExtraArgs`.
@@ -141,8 +141,8 @@ def apply_updates(
     params: tree of parameters.
     updates: tree of the same structure, preferably in f32.
     step: number of this step, such as the state's `count`.
-    seed: seed of the random words. They are uncorrelated with those that round
-      the moments, even for the same seed and step.
+    seed: seed of the random words. The moments are rounded with different
+      random words, even for the same seed and step.
 
   Returns:
     The new parameters, in the same dtypes.

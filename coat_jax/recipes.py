@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recipes: where a layer uses FP8, and what it saves for the backward pass.
 
-Each preset uses these formats in the three matmuls of a linear layer (x [T, D]
-activations, w [D, F] weights, g [T, F] gradients):
+Each preset uses these formats in the three matmuls of a linear layer with
+activations x [T, D], weight w [D, F] and output gradient g [T, F]:
 
               y = x w            dx = g w^T         dw = x^T g
   bf16        bf16 * bf16        bf16 * bf16        bf16 * bf16
@@ -181,7 +181,7 @@ class CoatRecipe:
       support the formats of `coat` and `fp8_block`; other formats of
       `coat_jax.numerics.formats` run as plain JAX.
     axes: what the axes of a mesh split. If set, FP8 blocks run on each device's
-      shard (`jax.shard_map`); call them under `jax.set_mesh`. None is for one
+      shard (`jax.shard_map`); call them under `jax.set_mesh`. Pass None for one
       device, for meshes with explicit data and FSDP axes (arrays' types then
       contain the sharding), and for layers that XLA partitions. Layers that XLA
       partitions use no kernels.

@@ -4,14 +4,12 @@
   python -m examples.linen_bridge
 
 `nnx.bridge.to_linen` makes a Linen module from an NNX class and the arguments
-of its constructor. The module's parameters are Linen variables, like those of
-any other submodule. They keep the axis names that `linen.with_partitioning`
-sets.
-The example uses these names for FSDP on all available devices. As in NNX, the
-blocks save FP8 activations for the backward pass.
+of its constructor. The module's parameters are Linen variables, and keep the
+axis names that `linen.with_partitioning` sets. The example uses these names for
+FSDP on all available devices. As in NNX, the blocks save FP8 activations for
+the backward pass.
 
-The example trains a two-layer decoder on eight sequences that repeat
-themselves.
+The example trains a two-layer decoder on eight periodic sequences.
 """
 
 from typing import Any, NamedTuple
@@ -66,7 +64,7 @@ class State(NamedTuple):
   """The state that a step updates.
 
   Attributes:
-    params: the model's parameters, in Linen's boxes, which name the axes.
+    params: the model's parameters, in Linen's boxes with axis names.
     optimizer: the state of `coat_adamw`.
   """
 

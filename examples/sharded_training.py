@@ -4,10 +4,11 @@
   python -m examples.sharded_training
 
 A small network learns a function on all devices (on a CPU, we simulate eight).
-Batches are split over all devices, parameters over the mesh axis `fsdp`, and
-`state_shardings` shards the optimizer's state from the start. Halfway through,
-the state is saved, and restored bit for bit on a mesh of another shape, where
-training continues.
+Batches are split over all devices. Parameters are split over the mesh axis
+`fsdp`. `state_shardings` shards the optimizer's state from the start.
+
+Halfway through, the state is saved. It is restored, bit for bit, on a mesh of a
+different shape, where training continues.
 """
 
 import pathlib
@@ -30,8 +31,8 @@ SHAPES = {
   "down": (LAYERS, HIDDEN, WIDTH),
   "bias": (LAYERS, HIDDEN),
 }
-# `down` is split by rows. `up` is split along its last axis, which the codec
-# also divides into groups. A shard of 128 * n columns holds whole groups.
+# `down` is split by rows. `up` is split along its last axis, along which the
+# codec forms groups of 128 values. Each shard of `up` holds whole groups.
 SPECS = {"up": P(None, None, "fsdp"), "down": P(None, "fsdp"), "bias": P()}
 
 OPTIMIZER = optax.chain(

@@ -3,11 +3,12 @@
 
   python -m examples.step_in_backward
 
-The model is a decoder in plain JAX without our layers. Its output layer uses
-the embedding's weights. It learns eight sequences that repeat themselves, with
-BF16 weights that are rounded stochastically, and FP8 moments. For comparison,
-we also compile a step that computes all gradients first, and print the memory
-of both steps.
+The model is a decoder in plain JAX, without our layers. Its output layer uses
+the embedding's weights. The model learns eight periodic sequences. Weights are
+BF16 and rounded stochastically, and moments are FP8.
+
+For comparison, we also compile a step that computes all gradients first, and
+print the temporary memory of both steps.
 """
 
 import functools

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codecs, which store an optimizer's moments between steps.
+"""Codecs that store an optimizer's moments between steps.
 
 A codec encodes f32 values as codes of the same shape, plus at most two
-statistics per group of `group_size` values along the last axis. It also decodes
-these to f32. The functions below return a `MomentCodec`: one group codec for
-the first moment (signed) and one for the second (never negative). The last
-column is the total for both moments, with groups of 128:
+statistics per group of `group_size` values along the last axis. Decoding
+returns f32 values. Each function below returns a `MomentCodec`, which contains
+a codec for the first moment (signed) and a codec for the second moment (never
+negative). Bytes are for both moments together, with groups of 128:
 
   codec      code                  statistics per group          bytes/param
   coat       E4M3 of a power of x  amax f32, power uint8         2.08
@@ -21,20 +21,21 @@ Why a power: if a group spans a wider range than E4M3, small values become 0; if
 it spans a narrower range, many codes are never used. With
 k = log(range of E4M3) / log(range of the group), x^k spans exactly the range of
 E4M3 (dynamic range expansion, arXiv:2410.19313, section 4). Decoding computes
-x = sign(q) (|q|/qmax)^(1/k) amax from the code q, amax and k. In `coat`, k
-is a multiple of 1/16: an exact k would change at every step, so all codes would
-be rounded again and the moments would drift.
+x = sign(q) (|q|/qmax)^(1/k) amax from the code q, where qmax is the largest
+E4M3 value. In `coat`, k is a multiple of 1/16: an exact k would change at every
+step, so all codes would be rounded again and the moments would drift.
 
-Why stochastic rounding: with b2 = 0.999 a step changes v by about 0.1 %, but
-the next E4M3 value is 6 to 12.5 % away. Rounding to nearest would leave v
-unchanged. We round up with probability (x - lower) / (upper - lower), where
-lower and upper are the *decoded* neighbors. So E[decode(encode(x))] = x.
+Why stochastic rounding: with b2 = 0.999, a step changes the second moment by
+about 0.1 %, but the next E4M3 value is 6 to 12.5 % away. Rounding to nearest
+would leave the moment unchanged. We round up with probability
+(x - lower) / (upper - lower), where lower and upper are the decoded values of
+the codes next to x. So E[decode(encode(x))] = x.
 
 If a group contains a NaN or an infinity, the whole group decodes to NaN; other
 groups are unaffected. Codecs with groups treat magnitudes below 2^-126 as zero.
 
-To add your own codec, define group codecs (`codecs.group`) and a function that
-returns a `MomentCodec` and has a default for every argument.
+To add your own codec, define a `GroupCodec` for each moment, and a function
+that returns a `MomentCodec`. Each argument of the function needs a default.
 """
 
 from typing import Literal
@@ -68,8 +69,8 @@ def coat(
     rounding: "stochastic", or "nearest" as in the authors' code. With
       "nearest", second moments freeze if b2 is 0.99 or more.
     second: format of the second moment; the first moment is always in E4M3.
-      "factored" stores only the means of rows and columns, as Adafactor does,
-      but for tiles of 192 or more rows and 128 columns.
+      "factored" stores only means of rows and columns, as Adafactor does, but
+      separately for each tile of 128 columns and 192 or more rows.
 
   Returns:
     A codec that stores 2 + 10 / group_size bytes per parameter. With
@@ -99,7 +100,7 @@ def coat_e8m0(
 ) -> MomentCodec:
   """`coat` with power-of-two bounds: 2 + 4 / group_size bytes per parameter.
 
-  `coat` explains the arguments. Keep the rounding stochastic: with "nearest",
+  See `coat` for the arguments. Keep the rounding stochastic: with "nearest",
   second moments stay 6 times (b2 = 0.95) or 180 times (b2 = 0.99) too large
   after gradients shrink.
   """
@@ -113,7 +114,7 @@ def log8(
 ) -> MomentCodec:
   """Codes uniform in log x: 2 + 4 / group_size bytes per parameter.
 
-  `coat` explains the arguments. "nearest" raises a ValueError: with b2 = 0.99,
+  See `coat` for the arguments. "nearest" raises a ValueError: with b2 = 0.99,
   second moments would stay 200 times too large after gradients shrink, because
   a step changes them by less than the distance to the next code.
   """
@@ -135,7 +136,7 @@ def fp8(
 ) -> MomentCodec:
   """E4M3 without expansion: 2 + 8 / group_size bytes per parameter.
 
-  Use this codec only as a baseline. `coat` explains the arguments.
+  Use this codec only as a baseline. See `coat` for the arguments.
   """
   group = ScaledFP8(group_size, rounding)
   return MomentCodec(name="fp8", mu=group, nu=group)
@@ -149,7 +150,7 @@ def int8(
 
   Use this codec only as a baseline. If a second moment is less than 1/255 of
   the largest one in its group, it may become 0. Then a small gradient in the
-  next step leads to a huge update. `coat` explains the arguments.
+  next step leads to a huge update. See `coat` for the arguments.
   """
   return MomentCodec(
     name="int8",

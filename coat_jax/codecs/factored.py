@@ -14,11 +14,12 @@ from coat_jax.numerics.qtensor import join_groups, split_groups
 
 TILE_COLUMNS = 128
 # If the rows are split into several tiles, each tile has at least `_LEAST_ROWS`
-# rows, and a multiple of `_ROW_MULTIPLE` rows, which kernels need.
+# rows. Kernels require a multiple of `_ROW_MULTIPLE` rows.
 _LEAST_ROWS, _ROW_MULTIPLE = 192, 8
 # A leaf is factored only if it has at least this many rows and columns.
 _SHORTEST = 8
-# The first of three or more axes counts as layers if it is shorter than this.
+# If a leaf has three or more axes and the first is shorter than this, the first
+# axis is assumed to be a stack of layers.
 _MOST_LAYERS = 128
 _PLAIN = Plain("float32")
 _LARGEST = float(jnp.finfo(jnp.float32).max)
@@ -26,27 +27,32 @@ _LARGEST = float(jnp.finfo(jnp.float32).max)
 
 @dataclasses.dataclass(frozen=True)
 class Factored:
-  """Stores v [..., n] as f32 means of the rows and columns of tiles.
+  """Stores a second moment v [..., n] as means of tiles' rows and columns.
 
-  In a tile, v[i, j] decodes to rows[i] columns[j] / mean(columns), which is
+  In a tile, v[i, j] decodes to rows[i] columns[j] / mean(columns), where
+  rows[i] is the mean of row i, and columns[j] the mean of column j. This is
   exact if the tile has rank one. The last axis is the axis of columns, and the
   longest other axis is the axis of rows. If there are three or more axes, the
   first can be the axis of rows only if it has at least 128 entries, because a
   shorter first axis may be a stack of layers.
 
-  A tile has 128 columns, or fewer at the end of a row. The number of tiles
-  along the rows is a power of two, so that devices rarely split a tile: the
-  largest power for which all tiles have the same number of rows, which must be
-  at least 192 and a multiple of 8. If there is none, there is one tile.
+  A tile has 128 columns, or fewer at the end of a row. All tiles have the same
+  number of rows: a multiple of 8, and at least 192. The number of tiles along
+  the axis of rows is the largest power of two that allows this, or 1 if none
+  does. Because it is a power of two, devices rarely split a tile.
 
-  `Encoded.amax` contains the mean of each row of each tile, [..., R, ...,
-  ceil(n / 128)] for R rows; `range` contains the mean of each column of each
-  tile, [..., tiles, ..., n]. `codes` is a scalar zero. A leaf with one axis, or
-  with fewer than 8 rows or columns, is stored by `Plain` in f32.
+  The fields of `Encoded` contain, for R rows:
+
+    codes  a scalar zero
+    amax   [..., R, ..., ceil(n / 128)], f32 means of the rows of each tile
+    range  [..., tiles, ..., n], f32 means of the columns of each tile
+
+  A leaf with one axis, or with fewer than 8 rows or columns, is stored by
+  `Plain` in f32. A NaN makes the whole tile NaN.
 
   Encoding the decoded v gives the same means again, up to f32 rounding. So
   errors do not accumulate over steps if v is an average. They do accumulate if
-  v is a maximum, such as `nu_max` in AMSGrad. A NaN makes the whole tile NaN.
+  v is a maximum, such as `nu_max` in AMSGrad.
 
   Source: arXiv:1804.04235, section 3, applied to each tile.
   """

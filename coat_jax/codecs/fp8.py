@@ -23,7 +23,8 @@ from coat_jax.codecs.group import (
 )
 from coat_jax.numerics.formats import E4M3, neighbours, qmax, saturating_cast
 
-# k is stored in sixteenths as a uint8 (the reference's expand_min = 16).
+# The power k is stored as a uint8, in units of 1/16 (in the reference,
+# expand_min = 16).
 _POWER_STEPS = 16
 _SMALLEST_POWER, _LARGEST_POWER = 1, 255
 
@@ -73,7 +74,7 @@ class _FP8(Grouped):
 
 @dataclasses.dataclass(frozen=True)
 class ScaledFP8(_FP8):
-  """Decodes x = q amax / qmax, with one f32 amax per group and no expansion.
+  """Decodes a code q to q amax / qmax, with one f32 amax per group.
 
   Groups with amax / qmax below 2^-126 may decode to zero.
   """
@@ -96,13 +97,14 @@ class ScaledFP8(_FP8):
 
 @dataclasses.dataclass(frozen=True)
 class ExpandedFP8(_FP8):
-  """Decodes x = sign(q) (|q| / qmax)^(1/k) amax.
+  """Decodes a code q to sign(q) (|q| / qmax)^(1/k) amax.
 
-  A group stores amax in f32, and k in sixteenths as a uint8:
+  Each group stores amax in f32, and 16 k as a uint8:
   k = clip(floor(log2(qmax^2 / 2) / log2(amax / amin) * 16) / 16, 1/16, 255/16)
-  where amin is the smallest nonzero magnitude. Like the reference, this takes
-  qmax^2 / 2 as the range of the format; qmax / smallest subnormal is 2.3 times
-  larger. Magnitudes below amax * 2^-126 are encoded as zero.
+  where amin is the group's smallest nonzero magnitude. As in the reference,
+  qmax^2 / 2 stands for the range of the format; the true range, qmax / smallest
+  subnormal, is 2.3 times larger. Magnitudes below amax * 2^-126 are encoded as
+  zero.
   """
 
   def _statistics(self, magnitude):
@@ -135,7 +137,7 @@ class ExpandedFP8(_FP8):
     return self.contract(y, self.root_at(index))
 
   def contract(self, y: Array, root: Array) -> Array:
-    """Maps y to t by the groups' 1/k."""
+    """Maps y to t, given 1/k for each group."""
     # jnp.power is accurate to the last bit, whereas exp2(log2(y) / k) can be
     # off by more than 100 ulps. If the terms of the next moment nearly cancel,
     # such an error can change the group's next amin, and thus its k.
@@ -144,11 +146,11 @@ class ExpandedFP8(_FP8):
 
 @dataclasses.dataclass(frozen=True)
 class BoundedFP8(ExpandedFP8):
-  """Decodes x = sign(q) (|q| / qmax)^(1/k) 2^upper.
+  """Decodes a code q to sign(q) (|q| / qmax)^(1/k) 2^upper.
 
-  The bounds are 2^lower <= amin and amax <= 2^upper; each is stored as a biased
-  exponent in one byte. k = log2(qmax^2 / 2) / max(upper - lower, 1) is not
-  rounded, because it changes only if a bound does. Magnitudes above 2^127
+  A group's bounds, 2^lower <= amin and 2^upper >= amax, are each stored as a
+  biased exponent in one byte. k = log2(qmax^2 / 2) / max(upper - lower, 1)
+  changes only if a bound changes, so it is not rounded. Magnitudes above 2^127
   saturate.
   """
 

@@ -35,9 +35,8 @@ class Encoded(NamedTuple):
       int4 values in a byte. `Plain` stores the values themselves.
     amax: [..., ceil(n / group_size)], each group's upper bound: its largest
       magnitude in f32, or the biased exponent of a power of two in uint8.
-    range: uint8 of the shape of `amax`; determines how far each group extends
-      below `amax`: the power k in sixteenths, or the biased exponent of the
-      lower bound.
+    range: uint8 [..., ceil(n / group_size)], each group's lower bound (the
+      biased exponent of a power of two), or 16 k for its expansion's power k.
   """
 
   codes: Array
@@ -75,9 +74,9 @@ class GroupCodec(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Plain:
-  """Stores the values themselves, rounded to nearest in `dtype`.
+  """Stores the values in `dtype`, rounded to nearest.
 
-  `decode` casts them to f32, and returns complex values unchanged.
+  `decode` casts real values to f32, and returns complex values unchanged.
   """
 
   dtype: str
@@ -156,8 +155,8 @@ class Grouped(abc.ABC):
   ) -> Encoded:
     """Encodes f32 [..., group_size], one group per row.
 
-    `statistics`, [..., 1] each, are computed by default. Kernels call this
-    method on tiles, so it uses only dtypes that TPUs support.
+    `statistics` are amax and range, [..., 1] each; None to compute them from x.
+    Kernels call this method, so it uses only dtypes that TPUs support.
     """
     magnitude = magnitude_of(x)
     amax, range_ = statistics or self.statistics(x)
@@ -223,7 +222,7 @@ def share(magnitude: Array, bound: Array) -> Array:
 
 
 def divided(x: Array, by: Array) -> Array:
-  """Divides non-negative f32 arrays; a `by` below 2^-126 counts as 1."""
+  """Divides non-negative f32 arrays; replaces `by` below 2^-126 with 1."""
   # Replacing only 0 would not suffice: a GPU may keep a subnormal `by`, and
   # 1 / by may be infinite.
   by = jnp.where(by < SMALLEST_NORMAL, 1.0, by)
@@ -242,7 +241,7 @@ def finite_amax(magnitude: Array) -> Array:
   """
   # A maximum of floats may drop a NaN. So take the maximum of the bits, which
   # are ordered like the magnitudes, with NaN above infinity. The mask clears
-  # the sign of a NaN, which may be set because XLA removes abs() of a square.
+  # the sign bit: XLA removes abs() of a square, so a NaN may have a sign.
   bits = jax.lax.bitcast_convert_type(magnitude, jnp.int32) & 0x7FFFFFFF
   amax = jnp.max(bits, axis=-1)
   amax = jax.lax.bitcast_convert_type(amax, jnp.float32)

@@ -34,12 +34,12 @@ class _Integer(Grouped):
 
 @dataclasses.dataclass(frozen=True)
 class LogUniform(_Integer):
-  """Decodes |x| = 2^(lower + (|code| - 1) step); code 0 is zero.
+  """Decodes a code to |x| = 2^(lower + (|code| - 1) step), and code 0 to 0.
 
   A group's magnitudes are between 2^lower and 2^upper, and
-  step = (upper - lower) / (levels - 1). A uint8, for values that are never
-  negative, has 255 levels. An int8, for signed values, has 127 levels.
-  Magnitudes above 2^127 saturate.
+  step = (upper - lower) / (levels - 1). Signed values are stored as int8, with
+  127 levels. Values that are never negative are stored as uint8, with 255
+  levels. Magnitudes above 2^127 saturate.
   """
 
   def _statistics(self, magnitude):
@@ -82,8 +82,8 @@ class LogUniform(_Integer):
     steps = self._levels - 1
     # Divide integers, so that decoding does not depend on f32 rounding.
     whole, rest = jnp.divmod(level * octaves, steps)
-    # `octaves` is at least 1, even if both bounds are equal. So count from the
-    # upper bound: the highest level must decode to it.
+    # If both bounds are equal, `octaves` is 1 instead of 0. So count from the
+    # upper bound, to which the highest level must decode.
     exponent = amax.astype(jnp.int32) - octaves + whole
     magnitude = jnp.exp2(rest * jnp.float32(1 / steps)) * exp2_biased(exponent)
     magnitude = jnp.where(level < 0, 0.0, magnitude)
@@ -94,7 +94,7 @@ class LogUniform(_Integer):
 
 @dataclasses.dataclass(frozen=True)
 class LinearInt8(_Integer):
-  """Decodes x = code amax / levels, with one f32 amax per group."""
+  """Decodes a code to code * amax / levels, with one f32 amax per group."""
 
   def _statistics(self, magnitude):
     return finite_amax(magnitude), jnp.uint8(0)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adds `optimizer.type: coat` to Levanter's configuration.
 
-Importing this module registers `CoatConfig`. Levanter's commands do not import
-this module, so start them through it:
+Importing this module registers the optimizer. Levanter's commands do not import
+it, so start them like this:
 
   python -m coat_jax.integrations.levanter levanter.main.train_lm \
     --config_path config.yaml --optimizer.type coat
@@ -29,7 +29,7 @@ from coat_jax import coat_adamw
 @OptimizerConfig.register_subclass("coat")
 @dataclass(frozen=True)
 class CoatConfig(OptimizerConfig):
-  """AdamW with moments in FP8, instead of Levanter's `type: adam`.
+  """The options of AdamW with moments in FP8.
 
   Attributes:
     beta1, beta2, epsilon, max_grad_norm: as in Levanter's `AdamConfig`, with
@@ -72,9 +72,9 @@ class CoatConfig(OptimizerConfig):
 def _fit_axes(state: Any) -> Any:
   """Renames those axes of a state's arrays that devices cannot split evenly.
 
-  haliax copies the names of a parameter's axes to its moments. But axes of
-  `amax` and `range` may be shorter: in most codecs, the last axis has one entry
-  per group. Levanter does not split an axis whose name it does not know.
+  haliax gives a moment's arrays the axis names of the parameter. But the arrays
+  `amax` and `range` usually have only one entry per group of values along the
+  last axis. Levanter does not split an axis whose name it does not know.
   """
 
   def fitted(x):

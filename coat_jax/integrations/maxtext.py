@@ -2,7 +2,7 @@
 """Adds the optimizer `coat_adamw` and FP8 matmuls to MaxText.
 
 The patches in this folder add the options `opt_type=coat_adamw` and
-`quantization=coat`, which call the functions in this file. Apply them with:
+`quantization=coat`, which call the functions in this file. Apply the patches:
 
   cd SITE_PACKAGES && cat coat_jax/integrations/maxtext_*.patch | patch -p1
 """
@@ -16,7 +16,7 @@ import qwix
 from coat_jax import coat_adamw
 from coat_jax.integrations.qwix import CoatProvider
 
-# Selects the decoder's layers except routers, as MaxText's other providers do.
+# Matches the modules in the decoder's layers, except routers (`gate`).
 _LAYERS = r"decoder/.*layers(?!.*/gate$).*"
 
 
@@ -31,7 +31,8 @@ def get_optimizer(
     config: MaxText's configuration. The settings `adam_*` are used; `mu_dtype`
       is ignored, because moments are stored in FP8.
     learning_rate_schedule: MaxText's schedule.
-    mask: selects the weights that decay; from MaxText's `get_adamw_mask`.
+    mask: the result of MaxText's `get_adamw_mask`; selects the weights that
+      decay.
   """
   return coat_adamw(
     learning_rate_schedule,
@@ -45,5 +46,5 @@ def get_optimizer(
 
 
 def get_qt_provider() -> CoatProvider:
-  """Returns the provider of FP8 matmuls for the layers of the decoder."""
+  """Returns a qwix provider that runs the decoder layers' matmuls in FP8."""
   return CoatProvider([qwix.QuantizationRule(module_path=_LAYERS)])

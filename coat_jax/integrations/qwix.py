@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the matmuls of any flax model in coat_jax's FP8, through qwix.
+"""Runs the matmuls of any flax model in FP8, through qwix.
 
 qwix calls a provider wherever a model calls `jax.lax.dot_general` or
-`jnp.einsum`, so the model's code stays as it is. Norms and activation functions
-do not change, and save their inputs in the model's dtype. To save these inputs
-in FP8 too, use the blocks of `coat_jax.layers`.
+`jnp.einsum`, so the model's code stays as it is. For the backward pass, norms
+and activation functions still save their inputs in the model's dtype. To save
+these inputs in FP8 too, use the layers in `coat_jax.layers`.
 """
 
 import math
@@ -24,9 +24,9 @@ class CoatProvider(qwix.QuantizationProvider):
   """Multiplies activations by weights in FP8, forward and backward.
 
   A matmul is replaced if it contracts the last axis of x [..., D] with the
-  first axis of a weight [D, ...] that has at least two axes, and both are BF16
-  or f32. Matmuls with batch axes (of `lax.dot_general`), such as attention's,
-  are not replaced.
+  first axis of a weight [D, ...]. Both must be BF16 or f32, and the weight must
+  have at least two axes. Matmuls with batch axes, such as attention's, are not
+  replaced.
 
   Args:
     rules: `qwix.QuantizationRule`s. Their `module_path` and `op_names` select
@@ -54,7 +54,7 @@ class CoatProvider(qwix.QuantizationProvider):
     self._recipe = recipe
 
   def get_intercept_map(self) -> dict[str, Any]:
-    """Returns the functions that replace JAX's functions, by name."""
+    """Maps the names of JAX functions to the functions that replace them."""
     return super().get_intercept_map() | {
       "jax.lax.dot_general": self._dot_general,
       "jax.numpy.einsum": self._einsum,
@@ -100,8 +100,8 @@ def _contracted(
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
   """Returns the axes of x and w that an einsum like "btd,dnh->btnh" contracts.
 
-  Returns None unless the einsum multiplies x by a weight w, and the result's
-  axes are the uncontracted axes of x, followed by those of w.
+  The result's axes must be the uncontracted axes of x, followed by those of w.
+  Returns None for all other einsums.
   """
   if len(operands) != 2 or not isinstance(subscripts, str):
     return None

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activation functions that save their inputs in FP8, in 1 x G groups.
+"""Activation functions that save their inputs in FP8.
 
-G is `recipe.group_size`. Forward and backward passes read dequantized values.
+Each group of `recipe.group_size` values along the last axis has a scale. The
+forward pass and the backward pass both compute with the dequantized values.
 """
 
 import functools
@@ -83,7 +84,7 @@ def plain_activation(
   parts: Sequence[Array], activation: ops.Activation
 ) -> Array:
   """Computes f(x), or f(x) * up, in x's dtype; JAX differentiates it."""
-  # Checkpoint policies find the inputs by the same names as in FP8 recipes.
+  # Name the inputs as FP8 recipes do, for checkpoint policies.
   x, *others = save_residual("activation", tuple(parts))
   with residual_scope("activation"):
     y = _PLAIN[activation](x)

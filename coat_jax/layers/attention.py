@@ -56,14 +56,14 @@ class Attention(RecipeModule):
 
   Attributes:
     middle: `SelfAttention`, which holds the options for heads, RoPE and masks.
-    qkv: NormLinear that computes q, k and v. Its columns form one group per key
-      head: the query heads that share this key head, then the key head and the
-      value head. A shard of the columns holds whole groups.
+    qkv: NormLinear that computes q, k and v. The columns of its kernel are
+      ordered by key head: the query heads that share the first key head, this
+      key head, its value head, and so on for the next key head.
     out: Linear [num_heads * head_dim, features].
     post_norm: RMSNorm or LayerNorm, or None.
-    q_norm, k_norm: RMSNorms of q and k, or None. With `qk_norm="head"` both
-      have a scale [head_dim]. With "all" their scales are
-      [num_heads * head_dim] and [num_kv_heads * head_dim], ordered by head.
+    q_norm, k_norm: RMSNorms of q and k, or None. With `qk_norm="head"`, each
+      has a scale [head_dim]. With "all", the scale of `q_norm` is
+      [num_heads * head_dim], and that of `k_norm` [num_kv_heads * head_dim].
   """
 
   def __init__(
@@ -96,22 +96,22 @@ class Attention(RecipeModule):
         N / K query heads; None for N.
       head_dim: H, width of a head, an even number; None for D / N.
       causal: whether a query sees only keys up to its own position.
-      window: number of keys that a query sees, at its own position and before
-        it; None for all. If the layers of a stack differ, pass a tuple with one
-        window for each kind of layer, and pass `kind` to each call.
+      window: number of keys that a query sees, counted back from its own
+        position; None for all. If the layers of a stack differ, pass a tuple
+        with one window for each kind of layer, and pass `kind` to each call.
       soft_cap: scores become soft_cap * tanh(scores / soft_cap); None leaves
         them unchanged.
-      query_scale: the factor of q k^T; None for 1 / sqrt(H).
+      query_scale: q k^T is multiplied by this number; None for 1 / sqrt(H).
       rope_theta: base of RoPE's frequencies; None for no RoPE; or a tuple with
         one entry for each kind of layer.
-      rope_scaling: how frequencies change for longer sequences, such as
+      rope_scaling: scaling of RoPE's frequencies for longer sequences, such as
         `Llama3Scaling`; None for no scaling; or a tuple with one entry for each
         kind of layer.
       rotary_dim: RoPE rotates the first `rotary_dim` channels of each head, or
         all if None.
       qk_norm: RMSNorm of q and of k before RoPE: "head" normalizes each head
         separately, "all" normalizes all heads of a token together; None for no
-        norm. If `recipe.nonlinear` is "fp8", RMSNorm's inputs are saved in FP8.
+        norm. If `recipe.nonlinear` is "fp8", norms save their inputs in FP8.
       clip_qkv: q, k and v are clipped to [-clip_qkv, clip_qkv]; None for no
         clipping.
       use_qkv_bias: whether q, k and v have a bias [(N + 2 K) H]; None for the

@@ -5,20 +5,21 @@
   middle   h --elementwise or attention--> operand of the second matmul
   back     operand --matmul, bias--> z --norm or none--> + x (`add_input`)
 
-The front and the back are the same in every block. They share a custom_vjp with
-the middle, so that the parts can pass FP8 operands to each other: the norm
-writes the first matmul's operand, the middle writes the second's, and the
-middle's backward pass writes h's gradient as an operand.
+Blocks differ only in the middle. In one custom_vjp, the three parts can pass
+FP8 operands to each other: the norm writes the operand of the first matmul, and
+the middle writes the operand of the second. In the backward pass, the middle
+writes the gradient of h as an operand.
 
-A block saves what its front (`layers.front`) and its middle save, and the scale
-of the second weight if `multiply` returns it. If the back has a norm, that norm
-reads z rounded to FP8, in 1 x G groups. The block saves these values and the
-norm's statistics, and gradients pass straight through the rounding of z.
+A block saves what its front (`layers.front`) and its middle save. It also saves
+the scale of the second weight, unless the scale is cached or recomputed. If the
+back has a norm, z is rounded to FP8 before this norm. The block then saves the
+rounded z and the norm's statistics, and gradients pass straight through the
+rounding.
 
-On a mesh, the front is column-parallel and the back is row-parallel, over the
-tensor axis. In the middle, each device has whole sequences and a shard of the
-columns. The back's partial sums are reduce-scattered over positions, so the
-norms of x and z read whole rows of a device's own tokens.
+On a mesh, the front is column-parallel and the back is row-parallel over the
+tensor axis. In the middle, each device has whole sequences, but only a shard of
+the features. The back's partial sums are reduce-scattered over positions,
+because the norms of x and z need all D features of a position.
 """
 
 from typing import Any, NamedTuple
@@ -59,7 +60,7 @@ class BlockWeights(NamedTuple):
 
   Attributes:
     front: weights of the norm and the first matmul.
-    back: weights of the second matmul and its norm.
+    back: weights of the second matmul and the norm after it.
     middle: weights of the middle, or None.
   """
 
@@ -209,7 +210,7 @@ def block(
     eps: epsilon of both norms.
     post_norm: norm after the second matmul, "rms" or "layer"; None for no norm.
     add_input: whether to add x to the result.
-    recipe: the block is fused if `nonlinear` is "fp8".
+    recipe: the block is fused if `recipe.nonlinear` is "fp8".
 
   Returns:
     [..., D] in x's dtype; without `add_input`, [..., back.w.shape[-1]].

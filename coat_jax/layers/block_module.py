@@ -24,8 +24,8 @@ class NormLinearOptions(TypedDict, total=False):
   """Options of `NormLinear` and `MoE`; `BlockOptions` extends them.
 
   Initializers are called with a key, a shape and a dtype; metadata is passed to
-  `nnx.Param`. By default biases are initialized to zeros and scales to ones
-  (zeros with `scale_plus_one`), without consuming a key.
+  `nnx.Param`. By default, biases start at 0 and the scales of norms at 1 (at 0
+  with `scale_plus_one`); no PRNG key is consumed for them.
 
   Attributes:
     recipe: selects what is computed and saved in FP8; `recipes.coat()` by
@@ -45,7 +45,7 @@ class NormLinearOptions(TypedDict, total=False):
       that starts with the number of experts, and has a different default.
     kernel_metadata: metadata of the kernel, such as `out_sharding`.
     bias_init, bias_metadata: initializer and metadata of the bias that is added
-      after the matmul; not accepted by `MoE`, which has none.
+      after the matmul. `MoE` has no bias and does not accept these options.
     scale_init, scale_metadata: initializer and metadata of the norm's scale.
     norm_bias_init, norm_bias_metadata: initializer and metadata of the norm's
       bias.
@@ -96,8 +96,8 @@ class BlockOptions(NormLinearOptions, total=False):
   out_bias_metadata: Metadata
 
 
-# Defaults of the options that blocks themselves read, and of options for which
-# norms or linear layers have a different default.
+# Defaults of blocks. Options that are missing here have the default of the norm
+# or linear layer that they are passed to.
 _DEFAULTS: dict[str, Any] = dict(
   recipe=None,
   norm="rms",
@@ -127,7 +127,7 @@ _NORM = _SHARED | dict(
 )
 _LINEAR = ("kernel_init", "kernel_metadata", "bias_init", "bias_metadata")
 _FRONT = _SHARED | {n: n for n in ("use_bias", *_LINEAR)}
-# If an option is set with and without `out_`, the one with `out_` wins.
+# For the second linear layer, `out_kernel_init` overrides `kernel_init`, etc.
 _BACK = _FRONT | {f"out_{n}": n for n in _LINEAR}
 
 
@@ -165,7 +165,7 @@ class Parts(types.SimpleNamespace):
     return make_norm(kind, num_features, **self._named(_NORM))
 
   def make_front(self, in_features: int, out_features: Any) -> Linear:
-    """Makes the first linear layer; `out_features` is (2, F) for a gate."""
+    """Makes the first linear layer; `out_features` is (2, F) with a gate."""
     options = self._named(_FRONT)
     if isinstance(out_features, tuple):
       options = stack_options(options)
@@ -253,7 +253,7 @@ class NormLinear(RecipeModule):
 def block_arguments(
   module: Any, norm: Norm | None, front: Linear, back: Linear, own: Any = None
 ) -> dict[str, Any]:
-  """Returns arguments of `block`; `own` contains the middle's weights."""
+  """Returns the arguments of `block`; `own` holds the middle's weights."""
   post_norm = module.post_norm
   options = norm_options(norm) | dict(post_norm=None)
   if post_norm is not None:

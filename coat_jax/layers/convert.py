@@ -39,8 +39,8 @@ class ConversionReport:
 
   Attributes:
     replaced: maps the path of each replaced module or block to its new class.
-    left: maps the path of each module that was not replaced to the reason. It
-      lists only modules that hold variables directly or are named in `blocks`.
+    left: the reasons why modules were not replaced, keyed by their paths. Lists
+      only modules that hold variables directly or whose class is in `blocks`.
     matmuls_only: classes whose linear layers were replaced one by one. The
       activations between these layers are saved as before.
     saved_before, saved_after: bytes that the model saves for its backward pass,
@@ -86,16 +86,16 @@ def convert[Module: nnx.Module](
   """Replaces the layers of a Flax NNX model with FP8 layers.
 
   Each `nnx.Linear`, `nnx.LinearGeneral`, `nnx.RMSNorm` and `nnx.LayerNorm` is
-  replaced if FP8 layers support its options. The result is a copy of the
-  modules that shares the `nnx.Param` objects: training it also updates the
-  original. `convert` itself does not change the original. `nnx.state` has the
-  same paths, shapes, dtypes and metadata before and after, so checkpoints,
+  replaced if FP8 layers support its options. `convert` does not change the
+  model. It returns a copy that shares the `nnx.Param` objects with the model,
+  so training the copy updates the model's parameters too. The paths,
+  shapes, dtypes and metadata in `nnx.state` do not change, so checkpoints,
   optimizers and shardings remain valid.
 
   If one of your classes computes a whole block, name it in `blocks`: replacing
   whole blocks saves the most memory. `convert` runs a module of the class with
   random parameters on a few random tokens in f32. It replaces the module only
-  if a block of the named kind, with one of the supported activations, computes
+  if an `MLP` (or `NormLinear`), with one of the supported activations, computes
   the same output. Separate gate and up projections stay separate parameters.
 
   Example usage::
@@ -132,17 +132,18 @@ def convert[Module: nnx.Module](
     blocks: maps your classes that compute a whole block to `MLP` or
       `NormLinear`. A class that is mapped to `MLP` may lack the norm or the
       residual add. Modules of these classes must accept a single array.
-    inputs: example arguments of a call of the model, arrays or
-      `jax.ShapeDtypeStruct`s. With them, the report counts the bytes that are
-      saved for the backward pass. The model is traced but not run.
+    inputs: example arguments for the model, arrays or `jax.ShapeDtypeStruct`s.
+      If they are given, the model is traced (but not run), and the report
+      contains the number of bytes saved for the backward pass.
 
   Returns:
     The converted copy, and a report.
 
   Raises:
     TypeError: an argument has the wrong type.
-    ValueError: a key of `blocks` is not one of your classes in the model, a
-      value is not `MLP` or `NormLinear`, or modules contain each other.
+    ValueError: a key of `blocks` is not a class of your own that the model
+      contains, a value of `blocks` is not `MLP` or `NormLinear`, or modules
+      contain each other.
   """
   op = "convert"
   remedy = "pass a model or a layer of Flax NNX"

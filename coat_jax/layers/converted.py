@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes FP8 layers and blocks from a user's modules, with their parameters.
+"""Makes FP8 layers and blocks that keep the parameters of a user's modules.
 
 `convert_layer` makes an FP8 layer with the options of a Flax layer. For a
-user's own module, `fuse` looks for a block that computes the same output from
-random parameters and tokens in f32. It tries all orders of the linear layers,
-all activations, and blocks with and without a gate and the residual add.
+user's own module, `fuse` searches for a block that computes the same output:
+both run in f32 with the same random parameters and tokens. The search covers
+all orders of the linear layers, all activations, blocks with and without a
+gate, and blocks with and without the residual add.
 """
 
 import dataclasses
@@ -105,7 +106,7 @@ def _refused(kind: type, name: str, value: Any) -> ValueError:
 
 @dataclasses.dataclass(frozen=True)
 class Roles:
-  """A block's options, and the attribute names of its parts."""
+  """A block's options, and its parts' attribute names in the user's module."""
 
   width: int
   norm: str | None
@@ -234,7 +235,7 @@ def _is_variable(x: Any) -> bool:
 
 
 def _roles_of(original: nnx.Module, ours: type) -> Roles:
-  """Finds the block with the original's output; raises if there is none."""
+  """Finds the block that computes the original's output, or raises."""
   candidates = list(_candidates(original, ours))
   if not candidates:
     raise ValueError(

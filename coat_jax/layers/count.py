@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the arrays that a model saves for its backward pass, by tracing it.
+"""Traces a model to find the arrays that it saves for its backward pass.
 
 Each array that the backward pass reads counts once, even if it is also saved in
 another shape. Arrays that are computed from parameters alone do not count,

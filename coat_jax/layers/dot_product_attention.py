@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention that saves q, k, v, its output and the log-sum-exp.
 
-The saved output is never rounded to FP8. If it were, the gradients of a row's
+The saved output is never rounded to FP8. If it were, the gradients of a query's
 scores would not sum to 0, and the log-sum-exp would grow until training
 diverges (docs/stability.md).
 """
@@ -22,7 +22,7 @@ from coat_jax.mesh import own_heads
 from coat_jax.ops import AttentionKind, AttentionResiduals
 from coat_jax.recipes import CoatRecipe, MeshAxes
 
-# The kind of all layers, or a tuple with one entry for each kind in a stack.
+# The kind that all layers of a stack share, or a tuple of the stack's kinds.
 type Kinds = AttentionKind | tuple[AttentionKind, ...]
 
 
@@ -143,11 +143,11 @@ def dot_product_attention(
     q: [B, T, N, H].
     k, v: [B, S, K, H], N a multiple of K.
     causal: whether query t sees only keys up to t + S - T. Requires S >= T.
-    window: a query sees only the last `window` of these keys, including its
-      own, like `sliding_window` in Hugging Face Transformers; None for all.
+    window: number of keys that a query sees, counted back from its own
+      position (`sliding_window` in Hugging Face Transformers); None for all.
     soft_cap: scores become soft_cap * tanh(scores / soft_cap); None leaves them
       unchanged.
-    scale: factor of q k^T; None for 1 / sqrt(H).
+    scale: q k^T is multiplied by this number; None for 1 / sqrt(H).
     segments: segment ids, int32 [B, T], for packed documents or padding; a
       query sees only keys of its own segment. Requires S = T. None for one
       segment.

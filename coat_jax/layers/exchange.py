@@ -2,20 +2,20 @@
 """Exchanges rows of tokens with the devices that hold their experts.
 
 With `MeshAxes.expert`, each of n devices holds E / n of the E experts. Before
-the exchange a device has T k rows, k copies of each of its T tokens, sorted by
-expert. Afterwards it has all devices' rows for its experts, sorted by expert
-and then by sending device. For device 0 of n = 2:
+the exchange, a device has T k rows: k copies of each of its T tokens, sorted by
+expert. After the exchange, it has the rows that all n devices sent to its
+experts, sorted by expert, then by sender. For device 0 of n = 2:
 
   sends      | expert 0 | expert 1 | expert 2 | expert 3 |
              to device 0 ----------  to device 1 --------
   receives   | expert 0, from 0 | from 1 | expert 1, from 0 | from 1 | unused
 
 The receive buffer has R = n T k rows, which suffices even if all tokens choose
-experts of one device. Unused rows at the end are zero.
+experts on the same device. Unused rows at the end are zero.
 
-TPUs and supported GPUs send only actual rows (`lax.ragged_all_to_all`). XLA
-cannot do this on other devices, such as CPUs. There, each device sends T k
-rows, padded with zeros, to each device (`lax.all_to_all`).
+TPUs and supported GPUs send only actual rows (`lax.ragged_all_to_all`). On
+other devices, such as CPUs, XLA lacks this operation. There, each device sends
+T k rows, padded with zeros, to every device (`lax.all_to_all`).
 """
 
 import dataclasses
@@ -32,13 +32,13 @@ from coat_jax.ops.dispatch import target
 class Slices(NamedTuple):
   """E slices of the rows that a device sends or receives.
 
-  A slice contains one expert's rows that go to, or come from, one peer device.
-  Slices are sorted by peer, then by expert. Fields are int32 [E].
+  A slice contains the rows for one expert that go to, or come from, one peer
+  device. Slices are sorted by peer, then by expert. Fields are int32 [E].
 
   Attributes:
-    sizes: each slice's number of rows.
-    begins: each slice's first row on this device.
-    begins_there: each slice's first row on the peer.
+    sizes: the number of rows in each slice.
+    begins: the index of each slice's first row on this device.
+    begins_there: the index of each slice's first row on the peer.
   """
 
   sizes: Array
@@ -66,7 +66,7 @@ def plan_exchange(
 ) -> tuple[Exchange, Array]:
   """Plans the exchange of a device's rows; `sizes` [E] counts them by expert.
 
-  Also returns how many rows each of the device's experts receives, [E / n].
+  Also returns how many rows each expert on this device receives, [E / n].
   """
   devices, device = lax.axis_size(axis), lax.axis_index(axis)
   counts = lax.all_gather(sizes, axis)  # [n, E]

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grouped matmuls of a mixture of experts, in BF16 or FP8.
 
-Operands (`Operand`) are multiplied in FP8, and plain arrays in their own dtype.
-In an FP8 matmul, all rows of tokens or gradients share a scale, and each
-expert's weight has a separate scale. The forward pass saves its scales, and the
-backward pass quantizes with the same scales. If codes of weights are cached,
-neither pass quantizes the weights.
+Arguments of type `Operand` are multiplied in FP8, arrays in their own dtype. In
+an FP8 matmul, all rows of tokens or gradients share a scale, and the weight of
+each expert has its own scale. The backward pass reuses the scales of the
+forward pass. If the FP8 codes of the weights are cached, neither pass quantizes
+the weights.
 """
 
 import functools
@@ -35,9 +35,10 @@ class Scales(NamedTuple):
   """Scales of the forward pass's operands; all None for matmuls in BF16.
 
   Attributes:
-    y, z: scales of the inputs of the first and the second matmul, [].
-    gate_up, down: operands with only the scales [E] of the weights; None if the
-      weights have caches.
+    y: scale of the first matmul's input, [].
+    gate_up: `Operand` with only the scales [E] of the first weight; None if the
+      weight has a cache.
+    z, down: the same for the second matmul.
   """
 
   y: Array | None
@@ -70,7 +71,7 @@ def copies_in_rows(
 
 
 def cache_experts(w: Array, recipe: CoatRecipe) -> Operand | None:
-  """Computes what `recipe.weight_cache` keeps for weights [E, D, *F]."""
+  """Computes the cache that `recipe.weight_cache` selects for w [E, D, *F]."""
   if recipe.experts == "bf16" or recipe.weight_cache == "none":
     return None
   w = lax.stop_gradient(w.reshape(*w.shape[:2], -1))
@@ -92,11 +93,11 @@ def multiply_rows(
   dtype: DTypeLike,
   cache: Operand | None = None,
 ) -> tuple[Array, Operand | None]:
-  """Multiplies rows by their experts' w [E, D, *F].
+  """Multiplies each row of x by its expert's weight, from w [E, D, *F].
 
   `cache` comes from `cache_experts`. If x is in FP8 and there is no cache, the
-  second result has w's scales, and can be passed as `cache` later. Otherwise it
-  is None.
+  second result holds the scales of w, for the argument `cache` of later calls.
+  Otherwise the second result is None.
   """
   how = recipe.implementation
   if isinstance(x, Operand):
@@ -119,7 +120,7 @@ def input_gradient(
   recipe: CoatRecipe,
   dtype: DTypeLike,
 ) -> Array:
-  """Multiplies rows by their experts' w^T; `cache` is as in `multiply_rows`."""
+  """Multiplies each row of g by the transpose of its expert's weight."""
   how = recipe.implementation
   if isinstance(g, Operand):
     w_q = _weight_codes(w, "rows", cache, recipe)
@@ -159,7 +160,7 @@ def weight_gradient(
   )
   dw = reduce_gradient(dw, axes, has_columns=True, is_of_experts=True)
   if is_scattered:
-    # Without this layout, XLA would transpose all layers' stacked gradients.
+    # Without this layout, XLA would transpose the stacked gradients of layers.
     dw = jnp.moveaxis(dw, 0, 1)
     dw = with_layout_constraint(dw, Layout((0, 1, 2)))
   return cotangent(dw, w)
@@ -176,7 +177,7 @@ def _in_columns(x: Operand, recipe: CoatRecipe) -> Operand:
 
 
 def _weight(w: Array, dtype: DTypeLike, recipe: CoatRecipe) -> Array:
-  """Casts w [E, D, *F], and gathers all its rows: [E, D, F]."""
+  """Casts w [E, D, *F] and gathers its rows; returns [E, D, F]."""
   w = w.reshape(*w.shape[:2], -1).astype(dtype)
   return gather_experts(w, recipe.axes)
 
@@ -184,7 +185,7 @@ def _weight(w: Array, dtype: DTypeLike, recipe: CoatRecipe) -> Array:
 def _weight_codes(
   w: Array, layout: ops.Layout, cache: Operand | None, recipe: CoatRecipe
 ) -> Operand:
-  """Returns the codes of all rows of w [E, D, *F] in one layout."""
+  """Returns the FP8 codes of w [E, D, *F] in `layout`, with all rows."""
   if cache is None or cache.rows is None:
     scale = None if cache is None else scale_of(cache)
     codes = _quantized(w.reshape(*w.shape[:2], -1), scale, recipe)

@@ -6,34 +6,36 @@
   middle   z = p silu(gate) up
   back     z --matmul, summed over a token's copies--> + x (`add_input`)
 
-The matmuls of front and back are grouped. They run in x's dtype (BF16) or, with
-recipe.experts="fp8", in FP8. The forward pass saves x, and the gate and up of
-each of a token's k copies, all of them in FP8, in 1 x G groups. It also saves
-the index of each copy's expert in 4 bytes. The backward pass recomputes the
-rest. recipe.residuals has no effect.
+The front and the back run grouped matmuls in x's dtype (BF16) or, with
+recipe.experts="fp8", in FP8. The forward pass saves these activations:
 
-p is a factor of z [T k, F], not of the expert's output [T k, D]. The gradient
-of z, dz = dout w_down^T, then also yields the gradient of p,
-dp = dz . (silu(gate) up), so the expert's output is neither saved nor
-recomputed.
+  x                  [T, D]       FP8, in 1 x G groups
+  gate, up           [T k, 2 F]   FP8, in 1 x G groups
+  chosen experts     [T k]        int32
+
+The backward pass recomputes the rest. recipe.residuals has no effect.
+
+The weights p multiply silu(gate) up [T k, F] instead of the experts' outputs
+[T k, D]. The backward pass computes dz = dout w_down^T anyway, and from dz the
+gradient dp = dz . (silu(gate) up). So the experts' outputs are neither saved
+nor recomputed.
 
 On a mesh, the rows of weights are split over the fsdp axis, and gathered in
-BF16 or FP8 before use. The dimension F is split over the tensor axis. A device
-computes its shard of F for all positions of its sequences, and partial sums are
-reduce-scattered.
+BF16 or FP8 before use. The dimension F is split over the tensor axis: a device
+computes its shard of F for all positions of its sequences, and the outputs'
+partial sums are reduce-scattered over positions.
 
-With a mesh axis `expert` of n devices, each device holds E / n experts, and
-devices exchange rows (`layers.exchange`) in formats that need no further
-rounding:
+With a mesh axis `expert` of n devices, each device holds E / n experts. Devices
+exchange rows (`layers.exchange`) in these formats, without extra rounding:
 
   tokens, in both passes          FP8 codes of x, which the receiver dequantizes
                                   and normalizes; with FP8 experts, codes of y
   gradients of outputs            BF16; with FP8 experts, E5M2 codes
   outputs, gradients of tokens    BF16; a token's k rows are summed in f32
 
-The buffers of received rows are large and therefore not saved. The backward
-pass receives the tokens again, because the weights' gradients need them anyway,
-and recomputes gate and up.
+The received rows are large and therefore not saved. The backward pass exchanges
+the tokens again, which the gradients of the weights need anyway, and recomputes
+gate and up.
 """
 
 from typing import Any, NamedTuple
@@ -125,7 +127,7 @@ class _Saved(NamedTuple):
   x: QTensor
   experts: Array  # int32 [..., k], for the device's positions.
   # Gate and up of whole sequences. Their rows are sorted by expert and reshaped
-  # to [..., k, F]. None if rows were exchanged.
+  # to [..., k, F]. None if devices exchanged rows.
   parts: tuple[QTensor, ...] | None
   scales: Scales
 
@@ -268,7 +270,7 @@ def _normed(x_q, w, static, dtype):
 
 
 def _input_rows(x_q, rows, w, static, recipe, dtype, scale=None):
-  """Normalizes x and copies it to the rows that a matmul reads."""
+  """Normalizes x and copies it to the rows that the first matmul reads."""
   x_q = gather_positions(x_q, recipe.axes)
   if rows.exchange is not None and recipe.experts == "bf16":
     # Exchange codes of x, which are smaller than y in BF16.

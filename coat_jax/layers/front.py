@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A matmul and the norm before it: a linear layer, or the front of a block.
 
-The norm reads FP8 values in 1 x G groups, and writes the matmul's E4M3 operand
-without a BF16 array in between. It saves these values and its statistics. With
-residuals="coat" it also saves the operand, as the reference implementation
-does; with "minimal" the backward pass recomputes the operand. Without a norm,
-the operand is always saved. Weights are quantized in both passes, unless their
-codes are cached.
+The norm's input is rounded to FP8 in 1 x G groups. From the rounded values, the
+norm writes the matmul's E4M3 operand, without a BF16 array in between. The
+front saves the rounded values and the norm's statistics. With residuals="coat",
+it also saves the operand, as the reference implementation does. With "minimal",
+the backward pass recomputes the operand. Without a norm, the operand is always
+saved. Weights are quantized in both passes, unless their FP8 codes are cached.
 """
 
 import math
@@ -64,7 +64,7 @@ class LinearSaved(NamedTuple):
     x: for a front, the matmul's operand (see `keep_input`), or only its scale
       if the backward pass recomputes the operand; for a back, the values that
       the middle saves.
-    w_scale: the weight's scale that `multiply` returned.
+    w_scale: the weight's scale, as `multiply` returns it, or None.
   """
 
   norm: NormSaved | None
@@ -77,8 +77,9 @@ def front_forward(
 ) -> tuple[Array, Array | BlockScales, LinearSaved]:
   """Computes h [..., F], the scale of the matmul's operand, and `LinearSaved`.
 
-  On a mesh, x and h contain the device's positions, with two exceptions: if
-  split is "columns", h contains whole sequences; if it is "inputs", x does.
+  On a mesh, x and h contain only the device's positions, with two exceptions:
+  with split="columns", h contains whole sequences; with split="inputs", x
+  contains whole sequences.
   """
   if static.kind is None:
     y = quantized(x, recipe, layout=layout_of_input(recipe))
@@ -102,10 +103,10 @@ def front_backward(
   like: Array,
   add: Array | None = None,
 ) -> tuple[Array, LinearWeights]:
-  """Computes dx from h's gradient g, and gradients of all weights but the bias.
+  """Computes dx, dw, dgamma and dbeta from g, the gradient of h.
 
-  dx has the dtype of `like`, any array with the device's batch size. `add`, the
-  gradient that bypasses the block, is added to dx in f32.
+  `like` is any array with the device's batch size and the dtype for dx. `add`,
+  the gradient that bypasses the block, is added to dx in f32.
   """
   w, has_columns = weights, split == "columns"
   y = _columns_of(saved, w, recipe)
@@ -157,7 +158,7 @@ def _norm_to_operand(x, weights, static, recipe):
 
 
 def _columns_of(saved: LinearSaved, weights: LinearWeights, recipe) -> Operand:
-  """Returns the front's operand in column layout, saved or recomputed."""
+  """Reads or recomputes the matmul's operand in column layout."""
   if isinstance(saved.x, Operand):
     return columns_of(saved.x, recipe)
   assert saved.norm is not None

@@ -108,8 +108,8 @@ def norm_linear(
     weights: see `LinearWeights`; w is [D, *F].
     kind: "rms" or "layer"; None for no norm.
     eps: epsilon of the norm.
-    recipe: if `nonlinear` is "fp8", norm and matmul share one custom gradient,
-      and the norm writes the matmul's FP8 operand.
+    recipe: if `recipe.nonlinear` is "fp8", norm and matmul share one custom
+      gradient, and the norm writes the matmul's FP8 operand.
 
   Returns:
     [..., *F] in x's dtype.
@@ -230,7 +230,7 @@ class Linear(RecipeModule):
       )
 
   def cacheable_weights(self) -> dict[str, CacheableWeight]:
-    """Returns the kernel, which `cache` belongs to."""
+    """Returns the kernel, keyed by the attribute name of its cache."""
     axes, ndim = self.active_recipe.axes, self.weight_ndim
     spec = None if axes is None else split_kernel(axes, self.split, ndim)
     return {"cache": CacheableWeight(self.weight, ndim, cache_weight, spec)}

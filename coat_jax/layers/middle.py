@@ -16,9 +16,9 @@ class MiddleOutput(NamedTuple):
   Attributes:
     operand: the second matmul's operand, in row layout.
     saved: values for the backward pass, each passed through `save_residual`.
-    after: the second weight's FP8 values are gathered after this array is
-      computed; if None, after the scale of the first matmul's operand. Used
-      only on a mesh, if the weight's scale is cached.
+    after: on a mesh, if the second weight's scale is cached, devices gather the
+      weight's FP8 codes only after they have computed this array. None stands
+      for the scale of the first matmul's operand.
   """
 
   operand: Operand
@@ -95,6 +95,6 @@ class Middle(abc.ABC):
     """
 
   def specs(self, axes: MeshAxes, weights: Any, inputs: Any) -> tuple[Any, Any]:
-    """Returns how weights and inputs are sharded; replicated by default."""
+    """Returns the specs of weights and inputs; replicated by default."""
     del axes, weights, inputs
     return P(), P()

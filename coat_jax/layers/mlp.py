@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The MLP block: norm, up, activation, down and residual add.
 
-A gated MLP computes gate and up in one matmul with one weight [D, 2, F], so
-that a shard of F holds the same columns of both.
+A gated MLP computes gate and up in one matmul with a weight [D, 2, F]. A shard
+of F then holds the same columns of gate and of up.
 
 The middle saves the activation's input (gate and up) in FP8, in 1 x G groups.
-With residuals="coat", a gated MLP also saves f(gate) in FP8, and the product of
-these rounded values and up, as the reference implementation does.
+With residuals="coat", a gated MLP also saves f(gate) and f(gate) * up in FP8,
+as the reference implementation does.
 """
 
 import dataclasses
@@ -124,14 +124,13 @@ class Elementwise(Middle):
         return MiddleGradient(dh, product, self._gradient(saved, dout))
       return MiddleGradient(dh, product, sums)
     values = self._gradient(saved, dout)
-    # `forward` saves the product in row layout, and it is transposed here. If
-    # the column layout were saved, XLA would hold the rows of all layers and
-    # their transpose in memory at once.
+    # Transpose the product here. If `forward` saved the column layout instead,
+    # XLA would hold both layouts of all layers in memory at once.
     product = columns_of(saved.product, recipe)
     return MiddleGradient(gradient_operand(values, recipe), product, values)
 
   def _gradient(self, saved, dout) -> Array:
-    """With a gate, computes the gradient of gate and up, f32 [..., 2 F]."""
+    """Computes the gradients of gate and up, joined to f32 [..., 2 F]."""
     backward = functools.partial(ops.activation_bwd, activation=self.activation)
     if saved.activated is None:
       gradients = backward(dout, saved.parts)

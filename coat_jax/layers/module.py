@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base class of layers and blocks, and checks of shared arguments."""
+"""The base class of layers and blocks, and checks of their arguments."""
 
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple

@@ -84,7 +84,7 @@ def moe(
   """Runs a mixture of experts on norm(x), and adds x.
 
   Computes x + sum_e p_e (silu(norm(x) w_gate_e) * (norm(x) w_up_e)) w_down_e.
-  The sum is over the k experts with the token's largest probabilities
+  For each token, the sum is over the k experts with the largest probabilities
   p = softmax(norm(x) w_router). No token is dropped.
 
   Args:
@@ -94,15 +94,16 @@ def moe(
     normalize: whether the probabilities of a token's k experts are divided by
       their sum.
     kind, eps, add_input: see `layers.block`.
-    recipe: residuals are saved in FP8 if `nonlinear` is "fp8". The matmuls of
-      experts run in x's dtype, or in FP8 if `experts` is "fp8".
+    recipe: if `recipe.nonlinear` is "fp8", residuals are saved in FP8. The
+      experts' matmuls run in FP8 if `recipe.experts` is "fp8", else in x's
+      dtype.
 
   Returns:
     [..., D] in x's dtype, and the statistics for `load_balancing_loss`.
 
   Raises:
     TypeError: an argument has the wrong type.
-    ValueError: shapes are inconsistent, k is not from 1 to E, the norm is
+    ValueError: shapes are inconsistent, k is below 1 or above E, the norm is
       unknown or `eps` is negative.
   """
   _check(x, weights, experts_per_token, recipe)
@@ -123,13 +124,13 @@ def _plain_fwd(x, y, w, static, recipe):
   axes = recipe.axes
   mixture = functools.partial(_of_device, static=static, recipe=recipe)
   if expert_size(axes) > 1:
-    # Recompute the large buffer of received rows in the backward pass.
+    # Don't save the large buffer of received rows.
     mixture = jax.checkpoint(mixture)
   differentiated: Any = jax.vjp(mixture, y, w, has_aux=True)
   (out, probability), backward, load = differentiated
   out = x + out if static.add_input else out
   stats = mean_over_devices(RoutingStats(load, probability), axes)
-  # Don't save the weights, which `rule` passes to the backward pass.
+  # Don't save the weights: `rule` passes them to the backward pass.
   of_y, _ = backward.args_res
   return (out, stats), backward.replace(args_res=[of_y, None])
 
@@ -140,7 +141,7 @@ def _plain_bwd(static, recipe, inputs, backward, cotangents):
   backward = backward.replace(args_res=[of_y, w])
   dy, dw = backward((g, dstats.probability / token_shards(axes)))
   dx = g if static.add_input else jnp.zeros_like(g)
-  # The experts' gradients are already summed over devices; the router's is not.
+  # Only the gradient of the router must still be summed over devices.
   return dx, dy, dw._replace(router=sum_tokens(dw.router, axes))
 
 
@@ -202,18 +203,19 @@ def _check(x, w, experts_per_token, recipe) -> None:
   check_float("moe", "x", x)
   remedy = "pass one, as in MoEWeights(gamma, None, router, gate_up, down)"
   check_kind("moe", "weights", w, MoEWeights, remedy)
-  (d, e), gate_up, down = w.router.shape, w.gate_up.shape, w.down.shape
-  fits = len(gate_up) == 4 and len(down) == 3 and gate_up[2] == 2
-  fits = fits and gate_up[0] == down[0] == e
+  router, gate_up, down = w.router.shape, w.gate_up.shape, w.down.shape
+  fits = (len(router), len(gate_up), len(down)) == (2, 4, 3)
+  fits = fits and gate_up[2] == 2 and gate_up[0] == down[0] == router[1]
   if fits and not recipe.axes:
-    fits = gate_up[1] == down[2] == d == x.shape[-1] and gate_up[3] == down[1]
+    fits = gate_up[1] == down[2] == router[0] == x.shape[-1]
+    fits = fits and gate_up[3] == down[1]
   if not fits:
     raise ValueError(
       "moe: weights must be router [D, E], gate_up [E, D, 2, F] and down "
-      f"[E, F, D] for x [..., D], got {w.router.shape}, {gate_up} and {down} "
+      f"[E, F, D] for x [..., D], got {router}, {gate_up} and {down} "
       f"for {x.shape}; pass one MoE's weights, and an x whose last axis is D"
     )
-  _check_experts("moe", experts_per_token, e)
+  _check_experts("moe", experts_per_token, router[1])
 
 
 def _check_experts(op: str, experts_per_token: Any, num_experts: int) -> None:
@@ -272,8 +274,8 @@ class MoE(RecipeModule):
       hidden_features: F, width of an expert's gate and up.
       num_experts: E, number of experts.
       experts_per_token: k, number of experts that each token goes to.
-      normalize: whether a token's k weights are divided by their sum
-        (`norm_topk_prob` in Hugging Face Transformers).
+      normalize: whether the probabilities of a token's k experts are divided by
+        their sum (`norm_topk_prob` in Hugging Face Transformers).
       add_input: whether the block adds its input, the residual stream.
       router_init, router_metadata: initializer and metadata of the router.
       out_kernel_init, out_kernel_metadata: initializer and metadata of down;
@@ -286,8 +288,8 @@ class MoE(RecipeModule):
 
     Raises:
       TypeError: an argument has the wrong type or is unknown.
-      ValueError: a number is outside its range, k is not from 1 to E, or the
-        norm is unknown.
+      ValueError: a number is outside its range, k is above E, or the norm is
+        unknown.
     """
     known = NormLinearOptions.__annotations__.keys()
     known -= {"bias_init", "bias_metadata"}
@@ -320,7 +322,7 @@ class MoE(RecipeModule):
     self.down_cache: Operand | None = nnx.data(None)
 
   def cacheable_weights(self) -> dict[str, CacheableWeight]:
-    """Returns gate_up and down."""
+    """Returns gate_up and down, keyed by the names of their caches."""
     axes = self.active_recipe.axes
     gate_up, down = (None, None) if axes is None else expert_specs(axes)
     of = functools.partial(CacheableWeight, compute=cache_experts)

@@ -177,8 +177,8 @@ class Norm(RecipeModule):
         codes; None for `recipes.coat()`.
       use_scale: whether there is a scale [D].
       use_bias: whether there is a bias [D]; None for a bias in LayerNorm only.
-      scale_plus_one: whether to multiply by 1 + scale, summed in f32, as Gemma
-        does; the scale then starts at zero.
+      scale_plus_one: whether to multiply by 1 + scale (computed in f32), as
+        Gemma does. The scale then starts at zero.
       dtype: dtype of input and output; None for the common dtype of input and
         parameters, as in flax.
       param_dtype: dtype of the parameters and their gradients.

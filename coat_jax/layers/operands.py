@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantizes operands of FP8 matmuls according to the recipe.
 
-Matmuls with a weight read an operand's rows; the matmul for the weight's
-gradient reads the columns. With one scale per tensor, columns are the transpose
-of the rows. With blocks of 128, rows have a scale per 128 features, and columns
-have a scale per 128 tokens. In that case, the forward pass saves the rows that
-it read, and the backward pass requantizes them to columns.
+Matmuls with a weight read an operand's row layout; the matmul that computes the
+weight's gradient reads the column layout. Scales of the layouts, by recipe:
+
+  one per tensor   Both layouts share the scale; columns are transposed rows.
+  blocks of 128    Rows have a scale per 128 features, columns have a scale per
+                   128 tokens. The forward pass saves the rows, and the backward
+                   pass requantizes them to columns.
 """
 
 from typing import Any
@@ -22,22 +24,22 @@ from coat_jax.recipes import CoatRecipe
 
 
 def value_scaling(recipe: CoatRecipe) -> ops.Scaling:
-  """Returns how activations are quantized for matmuls."""
+  """Returns the `Scaling` of activations in matmuls."""
   return recipe.scaling(recipe.formats.values, scale_axes(recipe.axes))
 
 
 def gradient_scaling(recipe: CoatRecipe) -> ops.Scaling:
-  """Returns how gradients are quantized for matmuls."""
+  """Returns the `Scaling` of gradients in matmuls."""
   return recipe.scaling(recipe.formats.gradients, scale_axes(recipe.axes))
 
 
 def groups_of(recipe: CoatRecipe) -> ops.Groups:
-  """Returns how the inputs of nonlinear operations are quantized."""
+  """Returns the `Groups` that quantize the inputs of nonlinear operations."""
   return ops.Groups(recipe.group_size, recipe.formats.values)
 
 
 def in_groups(x: Array, recipe: CoatRecipe) -> QTensor:
-  """Quantizes [..., n] for a nonlinear operation."""
+  """Quantizes x [..., n], the input of a nonlinear operation."""
   return ops.quantize_groups(
     x, groups=groups_of(recipe), implementation=recipe.implementation
   )
@@ -103,7 +105,7 @@ def gradient_operand(g: Array, recipe: CoatRecipe) -> Operand:
 
 
 def check_scaling(recipe: CoatRecipe) -> None:
-  """Raises if a tensor axis would split blocks that share a scale."""
+  """Raises if the tensor axis would split blocks that share a scale."""
   if recipe.in_blocks and tensor_size(recipe.axes) > 1:
     raise ValueError(
       "layers: recipe fp8_block needs one device along the tensor axis, got "
@@ -113,7 +115,7 @@ def check_scaling(recipe: CoatRecipe) -> None:
 
 
 def gather_weight(w: Operand, recipe: CoatRecipe) -> Operand:
-  """Gathers the codes and tile scales of a weight whose rows fsdp splits."""
+  """Gathers a weight's codes and tile scales over fsdp, which splits rows."""
   axes = recipe.axes
   if axes is None or size_of(axes.fsdp) == 1:
     return w
@@ -166,10 +168,11 @@ def gather_columns(x: Array, axis: str | None, recipe: CoatRecipe) -> Array:
 
 
 def cache_specs(cache: Operand | None, w: P, num_stacked: int = 0) -> Any:
-  """Returns the specs of a cache, from one layer's cache and its weight's spec.
+  """Returns the specs of a weight's cache; w is the spec of the weight.
 
-  The weight is [D, ..., F], or [E, D, ..., F] if each of E experts has a scale.
-  The specs begin with `num_stacked` axes of layers.
+  `cache` and w describe one layer, whose weight is [D, ..., F], or
+  [E, D, ..., F] if each of E experts has a scale. The returned specs begin with
+  `num_stacked` unsplit axes, for stacked layers.
   """
   if cache is None:
     return None

@@ -37,7 +37,7 @@ def make_param(
   """Makes a parameter, sharded on the current mesh according to its metadata.
 
   `init` is called with the shape `drawn` (default: `shape`). If `init` is None,
-  `default` makes the array, and needs no PRNG key. As in flax, an initializer's
+  `default` makes the array without a PRNG key. As in flax, an initializer's
   metadata overrides `metadata`.
   """
   op, remedy = "parameters", "pass one, as in dict(out_sharding=...)"
@@ -96,8 +96,8 @@ def _boxed(value: Any) -> nnx.VariableMetadata:
   if isinstance(value, nnx.VariableMetadata):
     return value
   if isinstance(value, Partitioned):
-    # In a module under nnx.bridge, linen.with_partitioning boxed the value. As
-    # in Linen, the axis names need no mesh.
+    # Under `nnx.bridge`, `linen.with_partitioning` boxes the value. Axis names
+    # are then allowed without a mesh, as in Linen.
     metadata = value.to_nnx_metadata()
     metadata |= dict(linen_meta_type=type(value), eager_sharding=False)
     return nnx.VariableMetadata(metadata.pop("value"), metadata=metadata)

@@ -6,8 +6,8 @@ in row layout. Both layouts hold FP8 codes, with one scale per weight or per
 tile of 128 x 128. recipe.weight_cache selects what is computed once and used
 several times:
 
-  "none"   nothing. Each use computes codes and, with tiles, their scales. If a
-           weight has one scale, the forward pass computes and saves it.
+  "none"   nothing. Each use quantizes the weight again. The backward pass
+           reuses a scale of the whole weight, but recomputes scales of tiles.
   "scale"  the scales of all weights, before the scan over layers
   "codes"  scales and codes in both layouts. They occupy 2 bytes per parameter
            while the function that cached them runs. This pays off if gradients
@@ -82,7 +82,7 @@ def weights_specs(axes: MeshAxes, weights: LinearWeights, split: Split) -> Any:
 
 
 def cache_weight(w: Array, recipe: CoatRecipe) -> Operand | None:
-  """Computes what `recipe.weight_cache` keeps for a weight [D, *F].
+  """Computes the cache that `recipe.weight_cache` selects for w [D, *F].
 
   If weights are scaled in tiles, `weight_cache="scale"` keeps only the scales
   of the row layout.
@@ -130,10 +130,11 @@ def multiply(
   add: Array | None = None,
   after: Array | BlockScales | None = None,
 ) -> tuple[Array, Operand | None]:
-  """Returns x w + bias + add in `dtype`, and the weight's scale if it is saved.
+  """Computes x w + bias + add in `dtype`, and saves the weight's scale.
 
-  x is in the row layout, and contains whole sequences if `split` is not None.
-  `add` is the residual stream. The bias and `add` are added in f32. With
+  The scale is returned as an `Operand`, or as None if it is cached or will be
+  recomputed. x is in row layout, and contains whole sequences if `split` is not
+  None. The bias and `add`, the residual stream, are added in f32. With
   split="inputs", partial products are rounded to `dtype` before devices sum
   them. `after` is passed to `quantized_weight`.
   """
@@ -173,7 +174,7 @@ def weight_gradient(
   *,
   has_columns: bool = True,
 ) -> Array:
-  """Computes dw [D, *F] from x and g in the column layout.
+  """Computes dw [D, *F] from x and g in column layout.
 
   On a mesh, returns only the rows of dw that this device stores. For
   `has_columns` see `mesh.reduce_gradient`.
@@ -223,19 +224,20 @@ def quantized_weight(
 ) -> Operand:
   """Quantizes all rows of w [D, *F], reusing cached scales and codes.
 
-  On a mesh, w contains only the device's rows. If the scale is cached, codes
-  are gathered only after `after` is computed. Devices run one collective at a
-  time, so an earlier gather would delay the amax that the first matmul needs.
+  On a mesh, w contains only the device's rows; the codes are gathered. If the
+  scale is cached, the gather waits for the array `after`. Devices run one
+  collective at a time, so an earlier gather would delay the all-reduce of the
+  amax that the first matmul needs.
   """
   check_scaling(recipe)
   if cache is not None and cache.rows is not None:
     return gather_weight(_in_layout(cache, layout), recipe)
   scale: Any = None if cache is None else cache.scale
   if scale is not None and recipe.axes is not None:
-    # The barrier is needed even if `after` is None. Without it, XLA would read
-    # the scale from the stack of layers in the kernel that multiplies the
-    # scales of both operands. This kernel waits for the input's amax, so the
-    # weight's codes would wait for it too.
+    # The barrier is needed even if `after` is None. Without it, the kernel that
+    # multiplies both operands' scales would also read this scale from the stack
+    # of layers. That kernel waits for the input's amax, so the weight's codes
+    # would wait too.
     scale, _ = jax.lax.optimization_barrier((scale, after))
   if layout == "rows" and isinstance(scale, Array):
     # `quantize_rows` reads w in place from a stack of layers. A Pallas kernel
@@ -268,7 +270,7 @@ def _saved_scale(
 
 
 def _in_layout(x: Operand, layout: ops.Layout) -> Operand:
-  """Keeps only this layout of an operand."""
+  """Returns an operand with only one of its layouts."""
   without = dict(columns=None) if layout == "rows" else dict(rows=None)
   scale = x.scale
   if isinstance(scale, BlockScales):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """RMSNorm of queries and keys, after their projection and before RoPE.
 
-FP8 blocks save codes of this norm's inputs. Both passes compute attention's q
-and k from these codes, so the backward pass recomputes exactly the scores whose
-log-sum-exp the forward pass saved.
+FP8 blocks save this norm's inputs as FP8 codes. The forward and backward passes
+both compute q and k from these codes. So the recomputed scores match the
+log-sum-exp that the forward pass saved.
 """
 
 import dataclasses
@@ -38,8 +38,8 @@ class QKNorm:
   """x / sqrt(mean(x^2) + eps) * weight for heads x [B, T, N, H].
 
   Attributes:
-    over: the channels that a mean covers: "head" for the H channels of each
-      head, as in Qwen3; "all" for the N H channels of a token, as in OLMo 2.
+    over: which channels are averaged: "head" for the H channels of each head,
+      as in Qwen3; "all" for all N H channels of a token, as in OLMo 2.
     eps: added to the mean of x^2.
 
   Raises:
@@ -57,7 +57,7 @@ class QKNorm:
   def normalized(
     self, x: Array, weight: Array, axes: MeshAxes | None = None
   ) -> Array:
-    """Normalizes x in f32; with mesh axes, x has only one device's heads."""
+    """Normalizes x in f32; with mesh axes, x has only the device's heads."""
     return self._values(self._rows(x), weight, axes)[0].reshape(x.shape)
 
   def gradients(
@@ -75,7 +75,7 @@ class QKNorm:
     return dx.reshape(x.shape), cotangent(dweight, weight)
 
   def spec(self, axes: MeshAxes) -> P:
-    """Returns how both weights are sharded: like the heads, or replicated."""
+    """Returns the spec of each weight: split like the heads, or replicated."""
     return P() if self.over == "head" else P(axes.tensor)
 
   def _rows(self, x):

@@ -9,10 +9,10 @@ keep FP8 codes and a scale per 1 x G group. For each token of width D they keep:
                           two blocks with RMSNorms and G = 16, 2.25 D + 8 bytes
 
 `fp8_remat` rounds the residual stream itself, once per call. The policy adds no
-rounding, because the rest of a block reads only the norm's codes anyway. With
-the policy, the second forward pass skips each block's second matmul. If a norm
-follows that matmul, this norm's input is kept too. If a layer's first block has
-no norm, the layer's input is kept too, in BF16.
+rounding, because a block's norm reads rounded values anyway. With the policy,
+recomputation skips the second matmul of each block. If a norm follows that
+matmul, the norm's input is kept too. If a layer's first block has no norm, the
+layer's input is kept too, in BF16.
 """
 
 import functools
@@ -39,9 +39,9 @@ codes_saveable = jax.checkpoint_policies.save_only_these_names(_INPUT)
 def block_inputs_saveable(primitive, *avals, name: str = "", **others) -> bool:
   """A policy for `jax.checkpoint` that keeps the inputs of FP8 blocks' norms.
 
-  It keeps the codes and statistics that norms save, except those of the norms
-  of q and k. It also keeps all scalar scales of operands: without them, the
-  second forward pass would need the norm's input in BF16.
+  It keeps the FP8 codes and statistics that all norms save except the norms of
+  q and k. It also keeps all scalar scales of matmul operands: without them,
+  recomputation would need the norm's input in BF16.
 
   Args:
     primitive: the primitive of the equation that JAX asks about.
@@ -82,16 +82,16 @@ def fp8_remat(
 ) -> Callable:
   """Rounds some arguments of f to FP8, and saves only their codes.
 
-  Like `jax.checkpoint(f)`, it keeps f's arguments and recomputes the rest in
-  the backward pass. Of the arguments in `argnums`, it keeps only 1 x G codes
-  and their scales: about 1.13 bytes per value with G = 16. Both forward passes
-  read the dequantized values. Gradients of f are computed at these values, and
-  pass straight through the rounding. Other arguments, such as weights, and
-  arrays that f closes over are kept unchanged.
+  As with `jax.checkpoint(f)`, f's arguments are kept, and the backward pass
+  recomputes the rest. Arguments in `argnums` are kept as FP8 codes with a scale
+  per 1 x G group: about 1.13 bytes per value with G = 16. The forward pass and
+  its recomputation read the dequantized values. Gradients of f are computed at
+  these values, and pass straight through the rounding. Other arguments, such as
+  weights, are kept unchanged, and so are arrays that f closes over.
 
   Args:
-    f: a function of arrays and trees of arrays. Bind other arguments with
-      `functools.partial`.
+    f: a function of arrays and trees of arrays. Bind arguments of other types
+      with `functools.partial`.
     argnums: indices of the arguments to round. In trees, every float array
       [..., n] is rounded; scalars and integers are kept unchanged.
     recipe: selects the group size, the format, the implementation and the mesh

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names for saved residuals, and small helpers for all custom_vjps.
 
-The forward pass calls `save_residual` on each array that it saves, except
+A forward pass calls `save_residual` on each array that it saves, except
 weights. `jax.checkpoint` policies such as `save_only_these_names` can then keep
 or offload the array. Most arrays are named before they are used, so that
-recomputation starts from what the policy kept. Scalar scales are named too,
-because recomputing a scale would mean recomputing the values to which it
-applies.
+recomputation starts from the array that the policy kept. Scalar scales are
+named too, because recomputing a scale requires all values that it applies to.
 """
 
 import re
@@ -21,8 +20,8 @@ from jax import Array
 from coat_jax.numerics.formats import is_fp8
 
 try:
-  # With jax_remat3, a policy can keep a custom gradient's residual only if it
-  # was named with this function.
+  # With jax_remat3, a custom gradient's residual must be named with this
+  # function. Otherwise, policies cannot keep the residual.
   from jax.ad_checkpoint import checkpoint_name_fwd
 
   # `jax.custom_vjp` reads this option when our functions are defined.
@@ -45,7 +44,7 @@ def save_residual[Tree](kind: Kind, tree: Tree) -> Tree:
 def name_residual[Tree](name: str, tree: Tree) -> Tree:
   """Names every array of `tree`.
 
-  An FP8 array is named after a conversion to bytes (see `protect_codes`).
+  FP8 arrays are first converted to bytes (see `protect_codes`).
   """
 
   return _map_bytes(lambda x: checkpoint_name_fwd(x, name), tree)
@@ -99,10 +98,11 @@ def protect_codes[Tree](residuals: Tree) -> Tree:
 
   With a policy, `jax.checkpoint` applies `lax.reduce_precision` to each
   floating-point array that it keeps and that the forward pass also reads. In
-  JAX 0.11.2, that operation treats E4M3 as a format with infinities, so values
-  of 256 and above would become NaN, in the forward pass too. It is not applied
-  to bytes, nor to arrays that only the backward pass reads. So we copy the
-  residuals by converting them to bytes and back. XLA removes the conversions.
+  JAX 0.11.2, `reduce_precision` treats E4M3 as a format with infinities, so
+  values of 256 and above would become NaN, in the forward pass too. JAX does
+  not apply it to bytes, nor to arrays that only the backward pass reads. We
+  therefore convert residuals to bytes and back, which makes a copy for the
+  backward pass. XLA removes the conversions.
   """
 
   return _map_bytes(lambda x: x, residuals)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary position embedding (RoPE) that saves only the positions.
 
-The backward pass is the opposite rotation and needs no activation.
+The backward pass rotates gradients back, and needs no activations.
 """
 
 import functools
@@ -80,7 +80,8 @@ def rope(
   Raises:
     TypeError: an argument has the wrong type.
     ValueError: H is odd, positions are not integers [T] or [B, T], a base is
-      not above 0, `rotary_dim` is above H, or a tuple of bases has no `kind`.
+      not above 0, `rotary_dim` is above H, or `theta` is a tuple and `kind` is
+      None.
   """
   check_float("rope", "x", x, ndim=4)
   check_positions("rope", positions, x)
@@ -199,9 +200,9 @@ def split_heads(
   """Splits qkv into q, k and v, and rotates q and k, in a single pass.
 
   Args:
-    qkv: [B, T, (N + 2 K) H], with one group of columns per key head: the N / K
-      query heads that share the key head, then its key and its value. H is
-      even.
+    qkv: [B, T, (N + 2 K) H], H even, ordered by key head: the N / K query heads
+      that share the first key head, this key head, its value head, and so on
+      for the next key head.
     positions: int32 [T], or [B, T] if they differ between sequences.
     heads: N, K and theta, as in `Heads(32, 8, 1e4)`.
     kind: int32 scalar, the index into `heads.theta` if that is a tuple.

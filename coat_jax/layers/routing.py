@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses the experts of each token, and sorts tokens by expert.
 
-Each token goes to the k most probable experts. No token is dropped: the T k
-copies of tokens are sorted by expert into rows [T k, D]. The experts' groups of
-rows differ in size, but no shape depends on the routing. If experts are split
-over devices, devices then exchange rows (`layers.exchange`).
+Each token goes to its k most probable experts. No token is dropped: T tokens
+have T k copies, which are sorted by expert into rows [T k, D]. Experts can have
+different numbers of rows, but no array shape depends on the routing. If experts
+are split over devices, devices then exchange rows (`layers.exchange`).
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ class RoutingStats(NamedTuple):
 
   Attributes:
     load: for each expert, the fraction of all tokens that went to it; the sum
-      over experts is k. No gradient flows through it.
+      over experts is k. No gradient flows through `load`.
     probability: the router's probabilities, averaged over tokens.
   """
 
@@ -48,12 +48,12 @@ class RoutingStats(NamedTuple):
 )
 @dataclasses.dataclass(frozen=True)
 class Rows:
-  """How tokens' copies are sorted by expert and exchanged; arrays are int32.
+  """Maps k copies of each token to rows sorted by expert; arrays are int32.
 
   Attributes:
     shape: [..., k], the shape of the array of chosen experts.
-    copy: [T k], the index of the copy in each row; its token is `copy // k`.
-    row: [T k], the row of each copy.
+    copy: [T k], the copy in each row; copy i contains token `i // k`.
+    row: [T k], the inverse of `copy`: the row that contains each copy.
     sizes: the number of rows of each expert on this device: [E], or [E / n]
       if n devices exchange rows.
     exchange: the plan by which rows reach their experts; None if the device
@@ -72,9 +72,9 @@ def load_balancing_loss(stats: RoutingStats) -> Array:
   """Computes the auxiliary loss that balances experts: E sum_e f_e P_e.
 
   The result is k if all experts are used equally, and at most E. As in Hugging
-  Face Transformers (`load_balancing_loss_func`), the fractions f and the
-  probabilities P are averages over the tokens of all layers. Multiply the
-  result by the configuration's coefficient and add it to the training loss.
+  Face Transformers (`load_balancing_loss_func`), f (the load) and P (the
+  probability) are averaged over the tokens of all layers. Multiply the result
+  by the coefficient in the model's configuration, and add it to the loss.
 
   Args:
     stats: from `MoE`; may have leading axes, such as an axis of scanned layers.
@@ -131,7 +131,7 @@ def _compute_logits(y: Array, w: Array) -> Array:
   if y.dtype != jnp.bfloat16:
     y, w = y.astype(jnp.float32), w.astype(jnp.float32)
     return jnp.matmul(y, w, precision="highest")
-  # Three BF16 arrays add up exactly to an f32 array, and products of BF16
+  # An f32 array is the exact sum of three BF16 arrays, and products of BF16
   # values are exact in f32. So BF16 tensor cores can compute this. On an H200,
   # the largest error is 3e-6 of the largest logit (1e-6 for an f32 matmul).
   parts = [w] if w.dtype == jnp.bfloat16 else _in_bf16(w.astype(jnp.float32))
@@ -195,7 +195,7 @@ def to_rows(x: Array, rows: Rows, implementation: str | None = "xla") -> Array:
 
 
 def p_of_rows(p: Array, rows: Rows) -> Array:
-  """Moves copies' weights [..., k] to rows [T k, 1]; with exchange, [R, 1].
+  """Moves weights p [..., k] to rows [T k, 1]; with an exchange, to [R, 1].
 
   Rows that the exchange leaves unused have the weight 0.
   """

@@ -3,8 +3,8 @@
 
 With `recipe.axes`, a forward pass and its backward pass each run inside
 `jax.shard_map` over all axes of the mesh. `shard_map` itself is never
-differentiated, and what is saved for the backward pass stays on the device that
-computed it. Without `recipe.axes`, XLA partitions both passes.
+differentiated, and residuals stay on the device that computed them. Without
+`recipe.axes`, XLA partitions both passes.
 """
 
 import dataclasses
@@ -65,13 +65,14 @@ def rule(
 
   With `recipe.axes`, `specs(*arrays, *static, recipe)` returns a pair: the
   specs of the tuple of arrays, and the specs of the results. Specs are a tree
-  of `PartitionSpec`s, or one `PartitionSpec` for a whole tree. By default, all
-  are `mesh.tokens` of the first array. Without `recipe.axes`,
+  of `PartitionSpec`s, or one `PartitionSpec` for a whole tree. By default, each
+  spec is `mesh.tokens(recipe.axes, arrays[0])`. Without `recipe.axes`,
   `result_spec(*arrays)` returns the specs of the results on explicit mesh axes;
-  by default, all are the first array's spec.
+  by default, each result has the first array's spec.
 
-  The returned `f(arrays, *static, recipe)` is differentiable with respect to
-  `arrays`, a tuple, but only once unless the recipe is `bf16`.
+  The returned function `f(arrays, *static, recipe)` is differentiable with
+  respect to the tuple `arrays`. With all recipes except `bf16`, it can be
+  differentiated only once.
   """
 
   specs, result_spec = specs or _tokens_specs, result_spec or _first_spec
@@ -196,9 +197,9 @@ def _run(axes: MeshAxes | None, f, args, in_specs, out_specs):
 def _only_saved[Tree](read: Tree) -> Tree:
   """Makes `bwd` wait for the incoming gradient, and use only saved values.
 
-  If layers are not scanned, XLA would otherwise notice that `bwd` recomputes
-  f32 values of `fwd`, and keep them in memory. NVIDIA GPUs with FP8 need no
-  barrier, because kernels compute these values.
+  Without this barrier, if layers are not scanned, XLA would notice that `bwd`
+  recomputes f32 values of `fwd`, and keep these values in memory. NVIDIA GPUs
+  with FP8 need no barrier, because kernels compute these values.
   """
   if target() == "cuda" and not is_before(FP8):
     return read
@@ -216,8 +217,8 @@ def _splitter(specs: tuple, arrays: tuple) -> Callable[[Array], Array]:
   """Returns a function that shards a saved value.
 
   The value's tokens are split like the first array's tokens, and its features
-  are split over the other mesh axes. XLA alone would lose the split of features
-  where a weight [D, 2, F] is reshaped.
+  are split over the other mesh axes. Otherwise, XLA would stop splitting the
+  features where a weight [D, 2, F] is reshaped.
   """
   first = jax.tree.leaves(arrays)[0]
   leaves = jax.tree.leaves(specs)
@@ -250,8 +251,8 @@ def _is_scalar(x: Any) -> bool:
 def _with_axes_of_types(arrays: tuple, static: tuple, specs: Callable) -> tuple:
   """Sets the recipe's mesh axes if the arrays are sharded over explicit axes.
 
-  Devices can then run kernels on their shards, and gather codes. Only mesh axes
-  for data and FSDP are recognized.
+  Devices can then run kernels on their shards, and gather FP8 codes. Only mesh
+  axes for data and FSDP are recognized.
   """
   *others, recipe = static
   types = jax.sharding.get_abstract_mesh()

@@ -69,9 +69,9 @@ class _Saved(NamedTuple):
 class SelfAttention(Middle):
   """Clips q, k and v, normalizes and rotates q and k, and runs attention.
 
-  The first weight is [D, (N + 2 K) H], ordered by key head (see
+  The first weight is [D, (N + 2 K) H], with columns ordered by key head (see
   `layers.split_heads`); the second is [N H, D]. `weights` are `QKNormWeights`,
-  or None if q and k are not normalized; `inputs` are `AttentionInputs`.
+  or None if q and k are not normalized. `inputs` are `AttentionInputs`.
 
   If layers of a stack differ in RoPE or in the keys that queries see,
   `heads.theta` or `kind` is a tuple, and `inputs.kind` selects an entry.
@@ -82,7 +82,7 @@ class SelfAttention(Middle):
   Attributes:
     heads: the numbers of heads, N and K, and RoPE's options.
     kind: which keys a query sees, and how scores are scaled and capped.
-    clip: largest magnitude of q, k and v, or None.
+    clip: q, k and v are clipped to [-clip, clip]; None for no clipping.
     qk_norm: the norm of q and k, or None.
 
   Raises:
@@ -160,8 +160,8 @@ class SelfAttention(Middle):
     positions, _, kind = inputs
     q, k, v = split_own_heads(h, positions, kind, self._split, recipe.axes)
     in_fp8 = recipe.attention == "fp8"
-    # Don't name these codes "norm", even if a norm reads them: policies that
-    # keep the inputs of blocks' norms should not keep these codes.
+    # Don't name these values "norm", even if a norm reads them: policies that
+    # keep the inputs of blocks' norms should not keep these values.
     saved = save_residual(
       "attention",
       (
@@ -174,7 +174,7 @@ class SelfAttention(Middle):
     kept = attend(heads, inputs, self.kind, recipe)
     out = quantized(_merge_heads(kept.out), recipe)
     saved = _Saved(saved, kept, scale_of(out), inputs, inside)
-    # The gather of the second weight's codes waits for q, not for q's codes.
+    # The gather of the second weight's codes waits for q, not for q in FP8.
     return MiddleOutput(out, saved, after=q)
 
   def columns(self, saved, recipe):

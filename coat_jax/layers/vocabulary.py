@@ -5,7 +5,7 @@ On a mesh (`axes`), each device works on its shard of the tokens. Left to
 itself, XLA would exchange logits, or reduce the gradients of each chunk of the
 loss separately. Collectives are therefore explicit:
 
-  tables      All rows are gathered once.
+  tables      All rows of an embedding table are gathered once.
   head        Rows that are split over fsdp are gathered. Along the tensor axis,
               each device keeps its shard of the vocabulary and gathers whole
               sequences. For each token, devices combine only a maximum, a sum
@@ -36,7 +36,7 @@ from coat_jax.mesh import (
 from coat_jax.numerics.varying import varying
 from coat_jax.recipes import MeshAxes
 
-# Limits the bytes of f32 logits in a chunk; one position is always allowed.
+# Limit in bytes for a chunk's f32 logits; a chunk has at least one position.
 LOGITS_BYTES = 2**28
 
 
@@ -115,16 +115,17 @@ def mean_loss(
 ) -> Array:
   """Computes the mean cross-entropy of the next token, f32, in nats per token.
 
-  hidden is [B, T, D], targets are int32 [B, T], and weight is [D, V], or [V, D]
-  if it is the embedding (`is_tied`). The result is the sum of all tokens'
-  losses, each multiplied by its share. `shares` are constants, f32 [B, T]; None
-  means 1 / (B T) for all tokens. The result is NaN if a target with a nonzero
-  share is not an id from 0 to V - 1.
+  hidden is [B, T, D], and targets are int32 [B, T]. weight is [D, V], or [V, D]
+  if it is the embedding (`is_tied`). Each token's loss is multiplied by its
+  share, and the sum is returned. `shares` are constants, f32 [B, T]; None means
+  1 / (B T) for all tokens. If a target with a nonzero share is not an id from 0
+  to V - 1, the result is NaN.
   With `soft_cap`, logits become soft_cap * tanh(logits / soft_cap).
 
-  If the logits [B, T, V] are large, they are never all in memory at once. The
-  forward pass computes one chunk of positions at a time, with its gradients if
-  the loss is differentiated. The backward pass only scales these gradients.
+  Large logits [B, T, V] are never all in memory at once: the forward pass
+  computes one chunk of positions at a time. If the loss is differentiated, the
+  forward pass also computes the gradients, and the backward pass only scales
+  these gradients.
   """
   if targets.size == 0:
     raise ValueError(
@@ -133,8 +134,8 @@ def mean_loss(
     )
   # Differentiate a sum in which each token's factor is about 1, and scale at
   # the end. The gradients of a mean over many tokens could underflow in
-  # float16. A loss scale would come too late: the forward pass has already
-  # computed these gradients.
+  # float16. A loss scale would come too late: it is applied in the backward
+  # pass, but the forward pass computes these gradients.
   if shares is None:
     unit = 1 / targets.size
   else:
@@ -260,7 +261,7 @@ def _loss_of_shard(hidden, targets, weight, shares, *, head, has_gradients):
   num_ids = vocab_size
   if axes is not None and axes.tensor is not None:
     num_ids *= lax.axis_size(axes.tensor)
-  # A narrow dtype might be unable to hold `num_ids`.
+  # `num_ids` might be too large for a narrow dtype.
   targets = targets.astype(jnp.promote_types(targets.dtype, jnp.int32))
   is_id = (targets >= 0) & (targets < num_ids)
   counted = jnp.where(is_id | (counted == 0), counted, jnp.nan)

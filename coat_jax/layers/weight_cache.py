@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fills weight caches: scales or codes that a training step computes once."""
+"""Fills caches with weights' scales or FP8 codes, once per training step."""
 
 import dataclasses
 
@@ -16,12 +16,12 @@ from coat_jax.recipes import CoatRecipe
 
 
 def with_weight_cache[Module: nnx.Module](module: Module) -> Module:
-  """Returns a copy that shares the module's weights and caches scales or codes.
+  """Returns a copy that shares the weights and caches their scales or codes.
 
   The recipe of each layer selects what it caches (`CoatRecipe.weight_cache`).
   Make the copy inside the differentiated function, or once per step before the
-  microbatches. Drop the copy before the weights are updated, because an update
-  does not change the cache.
+  microbatches. Drop the copy before you update the weights: the update does not
+  change the cache.
 
   Args:
     module: any module; its layers may be stacked for a scan.

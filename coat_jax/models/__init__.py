@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decoders, vision towers and vision-language models, made of COAT's layers.
 
-`ModelConfig` describes a decoder: its sizes, and its family, which is an entry
-of `FAMILIES`. `VisionConfig` describes a vision tower.
-`load_hf` and `save_hf` read and write Hugging Face checkpoints.
+`ModelConfig` describes a decoder: its sizes, and the name of its family in
+`FAMILIES`. `VisionConfig` describes a vision tower. `load_hf` and `save_hf`
+read and write Hugging Face checkpoints.
 """
 
 from coat_jax.models.batch import Batch as Batch

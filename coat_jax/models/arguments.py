@@ -15,7 +15,7 @@ from coat_jax.numerics.checks import (
   refuse,
 )
 
-# The dtypes of arrays that are passed with tokens, and words for these dtypes.
+# The dtype of each array that is passed with tokens, and words for the dtype.
 _KINDS = {
   "segments": (jnp.integer, "integers"),
   "shares": (jnp.floating, "floats"),
@@ -37,7 +37,7 @@ def check_model(
 
 
 def check_tokens(op: str, tokens: Any, segments: Any) -> None:
-  """Raises an error unless tokens are int [B, T] and segments match them."""
+  """Raises an error unless tokens and segments, if any, are int [B, T]."""
   rule, kind = "int [B, T] with T at least 1", jnp.integer
   remedy = "pass token ids of sequences that all have the same length"
   check_array(op, "tokens", tokens, rule, ndim=2, kind=kind, remedy=remedy)
@@ -48,10 +48,7 @@ def check_tokens(op: str, tokens: Any, segments: Any) -> None:
 
 
 def check_like(op: str, name: str, x: Any, shape: tuple[int, ...]) -> None:
-  """Raises an error unless x has the dtype in `_KINDS[name]` and this shape.
-
-  `shape` is the shape of the tokens.
-  """
+  """Raises an error unless x has `shape` and the dtype in `_KINDS[name]`."""
   kind, words = _KINDS[name]
   remedy = "pass one value for each token"
   rule = f"{words} with the shape of tokens"

@@ -18,12 +18,12 @@ class Batch(NamedTuple):
   Attributes:
     tokens: int32 [B, T + 1]; each token but the first is predicted from the
       tokens before it.
-    segments: int32 [B, T + 1], the number of each token's document in its row;
-      padding gets a number too. None if each row is one document. Tokens attend
-      only to their document.
-    shares: f32 [B, T + 1], the weight of each token as a target in the loss.
-      The first column is ignored. None gives equal weights to all tokens but
-      the first of each document.
+    segments: int32 [B, T + 1], the index of each token's document; padding has
+      an index too. Tokens attend only within their document. None if each
+      sequence is one document.
+    shares: f32 [B, T + 1], the weight of each token's loss. Column 0 is
+      ignored. None gives equal weights to all tokens except the first of each
+      document.
   """
 
   tokens: Array
@@ -55,12 +55,12 @@ class Batch(NamedTuple):
         document is never predicted. None for all tokens, including padding.
 
     Returns:
-      The batch. Its shares add up to 1, or to 0 if there are no targets. They
-      are None if `segments` and `is_target` are None.
+      The batch. Its shares add up to 1, or to 0 if there are no targets. If
+      `segments` and `is_target` are None, the shares are None.
 
     Raises:
-      TypeError: tokens or segments are not integers, or `is_target` does not
-        contain bools or numbers.
+      TypeError: tokens or segments are not integers, or `is_target` contains
+        neither bools nor numbers.
       ValueError: shapes differ, rows have different lengths, or T is 0.
     """
     ids = _as_array("tokens", tokens)

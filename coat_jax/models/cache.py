@@ -2,16 +2,19 @@
 """Runs a decoder on the next tokens of several texts, with a KV cache.
 
 A slot of the cache stores the key and value of one token in one layer. Prompts
-of different lengths are padded on the left, so they all end in the same slot,
-and each step writes the same slot in every row. Tokens never attend to padding,
-and their positions count from the first token of their prompt.
+of different lengths are padded on the left, so that they all end in the same
+slot. Tokens never attend to padding. This batch contains a prompt of four
+tokens and a prompt of two tokens; the next step writes slot 4:
 
-         slot   0   1   2   3   4   5            position = slot - padding
-  padding 0     a   b   c   d  (e)               padding 2: slots 0 and 1
-  padding 2     -   -   a   b  (c)               the next step writes slot 4
+         slot   0   1   2   3   4   5
+  padding 0     a   b   c   d  (e)
+  padding 2     -   -   a   b  (c)
 
-The layers run with recipe bf16: in FP8, all tokens of a matmul share a scale,
-so a token's result would depend on other rows. Mesh axes must be automatic.
+A token's position is its slot minus the padding of its row.
+
+The layers run without FP8: an FP8 matmul uses one scale for all its tokens, so
+a prompt's result would depend on the other prompts. The axes of a mesh must
+have the type Auto.
 """
 
 from collections.abc import Sequence
@@ -34,10 +37,10 @@ from coat_jax.ops.attention import einsum_f32, grouped_heads
 from coat_jax.ops.heads import split_heads
 from coat_jax.ops.rope import rotate, rotation
 
-# The number of queries per row whose scores are in memory at the same time.
+# Attention scores are computed for this many queries per sequence at a time.
 CHUNK = 256
 _MASKED = -1e30
-# No kernels, because XLA cannot partition them.
+# Avoids Pallas kernels, because XLA cannot partition them.
 _PLAIN = recipes.bf16(implementation="xla")
 
 
@@ -45,9 +48,10 @@ class KVCache(NamedTuple):
   """Keys and values of a batch.
 
   Attributes:
-    k, v: [B, S, K, H] for each layer, in the model's dtype; k after RoPE.
-    padding: int32 [B], the number of slots before each row's first token.
-    filled: int32, the number of written slots; also the next token's slot.
+    k, v: one array [B, S, K, H] per layer: S slots, K heads of width H. The
+      dtype is the model's. RoPE has been applied to k.
+    padding: int32 [B], the number of slots before each prompt's first token.
+    filled: int32, the number of slots written so far.
   """
 
   k: tuple[Array, ...]
@@ -56,12 +60,12 @@ class KVCache(NamedTuple):
   filled: Array
 
   def positions(self, slots: Array) -> Array:
-    """Converts slots [T] to each row's positions [B, T]; 0 for padding."""
+    """Converts slots [T] to the tokens' positions [B, T]; 0 for padding."""
     return jnp.maximum(slots[None] - self.padding[:, None], 0)
 
 
 def empty_cache(model: Decoder, padding: Array, *, size: int) -> KVCache:
-  """Makes a cache of `size` empty slots for rows with padding int32 [B]."""
+  """Makes a cache with `size` empty slots per row; `padding` is int32 [B]."""
   attention = model.layers.attention
   shape = padding.shape[0], size, attention.num_kv_heads, attention.head_dim
   zeros = (jnp.zeros(shape, model.dtype),) * model.config.num_layers
@@ -71,8 +75,8 @@ def empty_cache(model: Decoder, padding: Array, *, size: int) -> KVCache:
 def unstacked(model: Decoder) -> list[Any]:
   """Cuts the stacked layers' parameters into one tree per layer.
 
-  A scan over layers would copy each layer's weights, keys and values out of
-  their stacks for every token, and so triple the memory traffic of decoding.
+  A scan over stacked layers would copy each layer's weights, keys and values
+  for every token, which would triple the memory traffic of decoding.
   """
   stack = nnx.split(model.layers)[1]
   return [
@@ -88,14 +92,15 @@ def cached_forward(
   layers: Sequence[Any] | None = None,
   placed: Placed | None = None,
 ) -> tuple[Array, KVCache]:
-  """Runs a decoder on the next tokens int32 [B, T] of all rows, without FP8.
+  """Runs a decoder without FP8 on the next tokens of all rows, int32 [B, T].
 
-  T must be at most `CHUNK` or a multiple of it, and fit in the free slots. On a
-  mesh, B must be a multiple of the number of devices over which the batch is
-  sharded. `layers` is the result of `unstacked`; None computes it.
+  T must be at most `CHUNK` or a multiple of `CHUNK`, and at most the number of
+  free slots. On a mesh, B must be a multiple of the number of devices over
+  which the batch is sharded. `layers` is the result of `unstacked`, which is
+  called if `layers` is None.
 
-  Returns hidden states [B, T, D], which are meaningless for padding, and the
-  cache with these tokens.
+  Returns hidden states [B, T, D], which are meaningless for padding, and a
+  cache that also contains the new tokens.
   """
   axes, model = model.axes, without_fp8(model)
   slots = cache.filled + jnp.arange(tokens.shape[1], dtype=jnp.int32)
@@ -104,7 +109,7 @@ def cached_forward(
     layers = unstacked(model)
 
   def sharded(x: Array, *others: str | None) -> Array:
-    """Shards x [B, ...]: B over the batch axes, the rest over `others`."""
+    """Shards axis 0 of x over the batch axes, and other axes over `others`."""
     if axes is None:
       return x
     return jax.lax.with_sharding_constraint(x, P(axes.batch, *others))
@@ -144,7 +149,7 @@ def without_fp8[Model: nnx.Module](model: Model) -> Model:
 
 
 def _of_kind(options: Any, kind: int) -> Any:
-  """Returns the option for a kind of layer; a tuple has one for each kind."""
+  """Returns the option for a kind of layer; a tuple has one entry per kind."""
   return options[kind] if isinstance(options, tuple) else options
 
 
@@ -176,7 +181,7 @@ def _attend(
   slots: Array,
   padding: Array,
 ) -> Array:
-  """Returns softmax(scores) v [B, T, N H] over the slots that a query sees."""
+  """Returns attention's output [B, T, N H] over the slots a query may see."""
   b, t, n, h = q.shape
   key = jnp.arange(k.shape[1])
   is_token = key[None] >= padding[:, None]
@@ -191,7 +196,7 @@ def _attend(
     scores = scores * kind.scale_of(h)
     if kind.soft_cap is not None:
       scores = kind.soft_cap * jnp.tanh(scores / kind.soft_cap)
-    # A padding query sees no key at all: -inf would make its softmax NaN.
+    # A query in the padding sees no keys, so -inf would make its softmax NaN.
     scores = jnp.where(seen[:, None, None], scores, _MASKED)
     p = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     return einsum_f32("bkrts,bskh->btkrh", p, v).astype(q.dtype)

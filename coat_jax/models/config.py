@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shape of a decoder, and the choices of each family of decoders.
+"""The shape of a decoder, and the architecture of each family of decoders.
 
-To add a family, add a row to `FAMILIES`, and a field to `Family` if it lacks an
-option that the family needs.
+To add a family, add an entry to `FAMILIES`. If the family needs a new option,
+add a field to `Family` too.
 """
 
 import dataclasses
@@ -31,24 +31,27 @@ _OF_EXPERTS = [
 Remat = Literal["none", "dots", "full", "fp8", "fp8_layer"]
 """Selects what layers recompute in the backward pass.
 
-"none" recomputes nothing. "dots" recomputes everything except the matmuls of
-linear layers. "full" saves only each layer's input and recomputes everything.
-"fp8_layer" does the same, but rounds this input to FP8. "fp8" needs a recipe
-whose norms save their inputs in FP8, such as coat: it saves these inputs, and
-recomputes everything except the last matmul of each block.
+  none       nothing
+  dots       everything except the matmuls of linear layers
+  full       everything; only each layer's input is saved
+  fp8_layer  everything; each layer's input is rounded to FP8 and saved
+  fp8        everything except the last matmuls of attention and of the MLP
+
+"fp8" needs a recipe whose norms save their inputs in FP8, such as coat.
 """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-  """The choices that all models of a family share.
+  """The architecture that all models of a family share.
 
   Attributes:
     norm: "rms" for RMSNorm, "layer" for LayerNorm.
     norm_has_scale: whether norms have scales.
     qkv_bias: whether q, k and v have biases.
-    pre_norm: whether blocks start with a norm.
-    post_norm: whether blocks end with a norm, before the residual add.
+    pre_norm: whether attention and the MLP start with a norm.
+    post_norm: whether attention and the MLP end with a norm, before the
+      residual add.
     qk_norm: how q and k are normalized, as for `layers.Attention`.
     activation: activation of the MLP; decoders whose MLP has no gate use
       `ModelConfig.gelu` instead.
@@ -121,30 +124,32 @@ class ModelConfig:
     d_model: Width of the residual stream.
     d_ff: Width of the MLP, or of one expert.
     num_heads: Number of query heads.
-    num_kv_heads: Number of key heads, and of value heads. Divides `num_heads`.
+    num_kv_heads: Number of key/value heads. Must divide `num_heads`.
     vocab_size: Number of tokens in the vocabulary.
     rope_theta: Base of RoPE's frequencies.
     norm_eps: Epsilon that norms add to the mean square or the variance.
     tied_embeddings: Whether the output projection is the transposed embedding.
     clip_qkv: Largest magnitude of q, k and v; None does not clip them.
     head_dim: Width of a head; None for d_model / num_heads.
-    window: How many keys a query attends to, including its own; None for all.
+    window: How many keys a query attends to, including the key of its own
+      token; None for all.
     rope_scaling: How RoPE's frequencies are scaled, such as
       `llama3,factor=8,low_freq_factor=1,...`; see `models.parse_scaling`. None
       leaves them unchanged.
-    full_every: Every `full_every`-th layer attends to all keys, and the other
-      layers to the window. None if all layers are the same.
+    full_every: Every `full_every`-th layer has no window and attends to all
+      keys. None if all layers are the same.
     window_rope_theta: Base of RoPE's frequencies in layers with a window. If it
       is set, `rope_scaling` applies only to layers without a window. None if
       RoPE is the same in all layers.
-    query_scalar: q k^T is divided by the square root of this; None for
+    query_scalar: q k^T is divided by the square root of this number; None for
       head_dim.
     attention_soft_cap: Attention scores become
       soft_cap * tanh(scores / soft_cap); None leaves them unchanged.
     logits_soft_cap: Like `attention_soft_cap`, but for the logits.
     max_positions: Longest sequence, for families with learned positions; None
       for other families, which have no limit.
-    rotary_dim: How many of a head's first channels RoPE rotates; None for all.
+    rotary_dim: RoPE rotates only the first `rotary_dim` channels of a head;
+      None for all.
     gelu: Formula of GELU in families whose MLP has no gate.
     num_experts: Number of experts (gated MLPs) per layer; None if each layer
       has one MLP.
@@ -228,7 +233,7 @@ class ModelConfig:
       )
 
   def _check_choices(self):
-    """Raises ValueError if fields do not fit the choices of the family."""
+    """Raises ValueError if fields do not fit the family."""
     choices, e, k = self.choices, self.num_experts, self.experts_per_token
     has_rope = choices.positions == "rope"
     of_others = {
@@ -308,7 +313,7 @@ class ModelConfig:
 
   @property
   def choices(self) -> Family:
-    """The choices of the family."""
+    """The family's entry in `FAMILIES`."""
     return FAMILIES[self.family]
 
   @property

@@ -41,7 +41,7 @@ class Decoder(nnx.Module):
 
   Attributes:
     config: the model's shape.
-    embedding: [V, D].
+    embedding: [V, D], for V tokens and width D.
     position_embedding: [max_positions, D], or None without learned positions.
     layers: a `TransformerLayer` whose parameters have a leading axis of layers.
     norm: the final norm.
@@ -136,7 +136,7 @@ class Decoder(nnx.Module):
     segments: Array | None = None,
     placed: Placed | None = None,
   ) -> Carry:
-    """Returns hidden states and, with experts, routing statistics."""
+    """Returns hidden states and, if there are experts, routing statistics."""
     start = self.start(tokens, segments, placed)
     x, routing = run_layers(
       self, self.layers, start, self.kinds_of_layers, segments
@@ -149,7 +149,7 @@ class Decoder(nnx.Module):
     segments: Array | None = None,
     placed: Placed | None = None,
   ) -> Carry:
-    """Returns the first layer's input and, with experts, zero statistics."""
+    """Returns the first layer's input, and zero routing statistics or None."""
     check_tokens("Decoder", tokens, segments)
     shape = list(tokens.shape)
     self.config.check_length(f"Decoder: tokens {shape}", shape[-1])
@@ -163,7 +163,7 @@ class Decoder(nnx.Module):
   def embed_at(
     self, tokens: Array, places: Array, placed: Placed | None
   ) -> Array:
-    """Embeds tokens at positions [T] or [B, T]; inserts `placed` features."""
+    """Embeds tokens at positions [T] or [B, T], and inserts image features."""
     x = vocabulary.embed(
       tokens, self.embedding[...], dtype=self.dtype, axes=self.axes
     )

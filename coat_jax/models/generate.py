@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generates text: adds tokens to prompts.
 
-`_prefill` runs the prompts and chooses the first new token of each row.
-`_decode` adds tokens until all rows have ended. Lengths are rounded up so that
-most calls reuse both compiled programs.
+`_prefill` runs the model on the prompts and chooses the first new token of each
+prompt. `_decode` adds tokens until all texts have ended. Lengths are rounded up
+so that most calls reuse both compiled programs.
 """
 
 import functools
@@ -44,10 +44,11 @@ _READ_IN_F32 = ("norm", "bias", "router", "positions")
 
 
 class _Options(NamedTuple):
-  """Options that determine each row's next token, and when rows end.
+  """Options for choosing new tokens, and for ending the rows of a batch.
 
-  A row ends after one of `stops`, int32 [n], or after `most` new tokens. `keys`
-  has one PRNG key per row. `is_row` is False for rows that only pad the batch.
+  A row, which is a prompt and its new tokens, ends after one of `stops`,
+  int32 [n], or after `most` new tokens. `keys` has one PRNG key per row.
+  `is_row` is False for rows that only pad the batch.
   """
 
   sampling: Sampling
@@ -57,7 +58,7 @@ class _Options(NamedTuple):
   most: Array | int
 
   def choose(self, logits: Array, count: Array | int) -> Array:
-    """Chooses the next token, int32 [B], after `count` new tokens per row."""
+    """Chooses each row's next token, int32 [B], after `count` new tokens."""
     fold = jax.vmap(lambda key: jax.random.fold_in(key, count))
     return choose(logits, self.sampling, fold(self.keys))
 
@@ -98,15 +99,15 @@ def generate(
 ) -> Generation:
   """Adds tokens to several prompts at once.
 
-  Runs in the model's `dtype` and never in FP8, whatever the recipe: an FP8
+  The model runs in its `dtype` and never in FP8, whatever the recipe: an FP8
   matmul uses one scale for all its tokens, so a prompt's result would depend on
   the other prompts. Without FP8, a prompt's result is the same as if it were
   the only prompt, up to the order of summation.
 
-  During decoding, memory holds a second copy of the layers' weights. In this
-  copy, weights in a wider dtype are cast to the model's `dtype`, except norms,
-  biases and routers. A token embedding or head in a wider dtype is copied and
-  cast too.
+  During decoding, memory holds a second copy of the layers' weights. If weights
+  have a wider dtype than the model's `dtype`, they are cast in this copy,
+  except norms, biases and routers. A token embedding or head in a wider dtype
+  is copied and cast too.
 
   On a mesh with automatic axes, shard the parameters, and call `generate` under
   `jax.set_mesh`. The model's recipe determines which mesh axes are used.
@@ -121,16 +122,17 @@ def generate(
       all its images. None for text alone.
     temperature: divides the logits; 0 chooses the most probable token.
     top_k: draws from the k most probable tokens; None for all.
-    top_p: after `top_k`, draws from the smallest set of most probable tokens
-      whose normalized probabilities add up to at least `top_p`; None for all.
+    top_p: draws from the smallest set of most probable tokens whose
+      probabilities, normalized after `top_k`, add up to at least `top_p`; None
+      for all.
     stop_tokens: a prompt gets no more tokens after any of these.
-    seed: seed of the draws. The draws for a prompt depend on its index, not on
-      the number of prompts.
+    seed: seed of the random draws. A prompt's draws depend on its index, but
+      not on the number of prompts.
     cache_size: number of tokens per prompt, including padding, that the KV
       cache can hold. None for the longest prompt plus `max_new_tokens`, each
-      rounded up. A call reuses the compiled program for decoding if the cache
-      size, the number of prompts, the number of stop tokens and the choice of
-      sampling options are unchanged.
+      rounded up. Decoding is compiled again if the cache size, the number of
+      prompts, the number of stop tokens or the set of sampling options in use
+      changes.
 
   Returns:
     A `Generation`.
@@ -251,7 +253,7 @@ def _decode(
 ) -> tuple[Array, Array, KVCache]:
   """Returns new tokens [B, S], how many columns are used, and the cache.
 
-  The first column is `first`. S is the number of slots in the cache.
+  S is the number of slots in the cache. Column 0 of the tokens is `first`.
   """
   params = _in_dtype(graph, params)
   room = cache.k[0].shape[1]
@@ -281,7 +283,7 @@ def _decode(
 def _in_dtype(graph: Any, params: Any) -> Any:
   """Casts weights in wider dtypes to the model's, except `_READ_IN_F32`.
 
-  A rounded router, for example, would send some tokens to other experts.
+  A rounded router, for example, would send some tokens to different experts.
   """
   dtype = nnx.merge(graph, params).dtype
 

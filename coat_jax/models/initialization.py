@@ -28,7 +28,7 @@ class Start(NamedTuple):
   rngs: nnx.Rngs
 
   def options(self, **others: Any) -> dict[str, Any]:
-    """Returns a layer's arguments; `others` override the defaults."""
+    """Returns arguments for making a layer; `others` override the defaults."""
     defaults: dict[str, Any] = dict(
       kernel_init=nnx.initializers.normal(STDDEV),
       recipe=recipes.bf16(),

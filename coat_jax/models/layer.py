@@ -20,7 +20,7 @@ from coat_jax.recipes import CoatRecipe
 
 
 class TransformerLayer(nnx.Module):
-  """Attention and MLP, each with its norm and residual add.
+  """Attention and an MLP, each with a norm and a residual add.
 
   In a vision tower, attention is bidirectional and has no RoPE.
 
@@ -88,7 +88,7 @@ class TransformerLayer(nnx.Module):
     segments: Array | None = None,
     kind: Array | None = None,
   ) -> Array:
-    """Maps [B, T, D] to [B, T, D] in `dtype`; see `Attention`."""
+    """Maps [B, T, D] to [B, T, D] in `dtype`; arguments as for `Attention`."""
     return self.routed(self.attention(x, positions, segments, kind))[0]
 
   def routed(self, x: Array) -> tuple[Array, RoutingStats | None]:
@@ -117,7 +117,7 @@ def stack_layers(
 
 
 def outer_norm(config: ModelConfig | VisionConfig, start: Start) -> Any:
-  """Makes a norm in BF16 that precedes or follows the stack of layers."""
+  """Makes a norm, in BF16, that runs before or after the stack of layers."""
   choices = config.choices
   return make_norm(
     choices.norm,

@@ -20,18 +20,19 @@ def loss_fn(
 
   In training, adds the load-balancing loss if the model has experts.
 
+  If you split a batch into microbatches, their `target_shares` must add up to 1
+  over all microbatches. The sum of the losses is then the mean cross-entropy of
+  the whole batch, plus an average of the load-balancing losses.
+
   Args:
     model: a Decoder or VisionLanguageModel. After `model.eval()` the result is
       the cross-entropy alone.
-    batch: a `Batch`, or int32 [B, T + 1] if all tokens but each row's first are
-      targets. If you split a batch into microbatches, let their `target_shares`
-      sum to 1 over all microbatches. The sum of their losses is then the mean
-      cross-entropy of the whole batch, plus an average of their load-balancing
-      losses.
+    batch: a `Batch`, or int32 [B, T + 1] if all tokens except the first of each
+      sequence are targets.
     pixel_values: images, as for `VisionLanguageModel`; None for text alone.
 
   Returns:
-    f32 scalar, nats per target.
+    The loss, an f32 scalar in nats per target.
 
   Raises:
     TypeError: the model or an array has the wrong type.
@@ -63,9 +64,9 @@ def loss_of_hidden(
 ) -> Array:
   """Computes `loss_fn` from the model's hidden states [B, T, D].
 
-  As in Hugging Face Transformers, one load-balancing loss covers all layers. It
-  counts all tokens, including padding. It is weighted by the sum of the batch's
-  `target_shares`, so the sum over microbatches is a weighted average.
+  As in Hugging Face Transformers, one load-balancing loss covers all layers and
+  counts all tokens, including padding. It is multiplied by the sum of the
+  batch's `target_shares`, so its sum over microbatches is a weighted average.
   """
   config, shares = model.config, batch.target_shares
   loss = vocabulary.mean_loss(

@@ -31,12 +31,15 @@ Role = Literal[
   "output",
   "probe",
 ]
-# How mesh axes split an array axis: fsdp splits "rows", tensor splits "columns"
-# and expert splits "experts". "rows of columns" are split by tensor first and
-# then by fsdp; an example is the input axis of a weight that reads another
-# weight's columns. tensor gives each device some of the heads, MLP channels,
-# vocabulary tokens or positions. fsdp never splits a weight's last array axis,
-# along which each device must store whole groups of values.
+# Which mesh axes split an array axis:
+#   "rows"             fsdp
+#   "columns"          tensor, which gives each device some heads, MLP channels,
+#                      vocabulary tokens or positions
+#   "rows of columns"  tensor, then fsdp. The rows of `down`, for example, read
+#                      the outputs of another weight's columns.
+#   "experts"          expert
+# fsdp never splits a weight's last array axis, along which each device must
+# store whole groups of values.
 Axis = Literal["rows", "columns", "rows of columns", "experts"]
 
 
@@ -48,9 +51,9 @@ class Parameter(NamedTuple):
       layer other than the head and the router.
     axes: how a mesh splits each array axis except the axis of layers; () if
       each device stores the whole parameter.
-    split: the matrices that the parameter contains, `MatrixSplit()` for one per
-      layer or expert; None for a parameter that is not split, such as a norm's.
-      For q, k and v, `matrix_split` returns a different split.
+    split: how the parameter is split into matrices: `MatrixSplit()` for one
+      matrix per layer or expert; None if it is not split, as for norms. For q,
+      k and v, `matrix_split` returns a different split.
   """
 
   role: Role
@@ -83,8 +86,8 @@ PARAMETERS: dict[str, Parameter] = {
   ),
   "mlp/down": Parameter("matrix", ("experts", *_SECOND), _ONE),
 }
-# The ends of a vision tower and the projector are not sharded: they are small,
-# and a mesh cannot evenly split some of their dimensions, such as 577 tokens.
+# A tower's patch embedding, its pooling and the projector are not sharded: they
+# are small, and a mesh cannot evenly split some dimensions, such as 577 tokens.
 _ENDS = ("patches", "pool", "projector")
 _AT_ENDS: dict[str, Parameter] = {
   "kernel": Parameter("matrix"),
@@ -137,9 +140,9 @@ def matrix_split(
 def model_matrices(config: ModelConfig | VisionConfig) -> Matrices:
   """Returns how Muon cuts the parameters of a model into matrices.
 
-  Layers of a stack, experts, q, k, v, gate and up become separate matrices.
-  Some parameters are not matrices: embeddings, the head, routers, norms,
-  biases, and a tower's patch embedding and pooling.
+  Stacked layers and experts become separate matrices, and so do q, k, v, gate
+  and up. Some parameters are not matrices: embeddings, the head, routers,
+  norms, biases, and a tower's patch embedding and pooling.
 
   Args:
     config: the shape of a `Decoder` or a `VisionTower`.
@@ -207,7 +210,7 @@ def param_shardings(mesh: Mesh | AbstractMesh, params: Any) -> Any:
 
 
 def param_spec(path: str, axes: MeshAxes = AXES) -> PartitionSpec:
-  """Returns a parameter's spec; P() if each device stores all of it."""
+  """Returns a parameter's PartitionSpec; P() if the parameter is not split."""
   names = {
     None: None,
     "rows": axes.fsdp,
@@ -224,7 +227,7 @@ def param_spec(path: str, axes: MeshAxes = AXES) -> PartitionSpec:
 def mesh_axes(
   sizes: Mapping[Any, int], *, grad_dtype: GradDtype = "float32"
 ) -> MeshAxes:
-  """Returns a recipe's axes for a mesh, without `tensor` if its size is 1."""
+  """Returns a recipe's axes for a mesh; drops `tensor` if its size is 1."""
   if {*sizes} - {EXPERT} != {*AXES.tokens}:
     raise ValueError(
       f"mesh: its axes must be {', '.join(AXES.tokens)}, got "

@@ -20,7 +20,7 @@ from coat_jax.numerics.checks import refuse
 
 
 def check_prompts(model: Decoder, prompts: Sequence[Sequence[int]]) -> None:
-  """Raises an error if there are no prompts, or one is empty or invalid."""
+  """Raises an error if there are no prompts, or any is empty or invalid."""
   if isinstance(prompts, str) or not hasattr(prompts, "__len__"):
     remedy = "pass a list of token ids for each prompt"
     refuse(TypeError, "generate", "prompts", "a list", prompts, remedy)
@@ -57,8 +57,8 @@ def padded(
 ) -> tuple[np.ndarray, np.ndarray]:
   """Pads prompts on the left with -1, and adds rows if a mesh requires them.
 
-  Returns tokens int32 [rows, length] and the number of padding tokens int32
-  [rows], which is length - 1 for added rows.
+  Returns tokens, int32 [rows, length], and the number of padding tokens in each
+  row, int32 [rows]. Added rows have length - 1 padding tokens.
   """
   rows = _rows(model, len(prompts))
   tokens = np.full((rows, length), -1, np.int32)
@@ -91,7 +91,7 @@ def place_images(
 ) -> Placed:
   """Computes the features that replace image tokens in tokens int32 [B, T].
 
-  Images [R, I, C, H, W] belong to the first R rows.
+  The images, `pixel_values` [R, I, C, H, W], belong to the first R sequences.
   """
   missing = [(0, len(tokens) - len(pixel_values))]
   images = np.pad(pixel_values, missing + [(0, 0)] * (pixel_values.ndim - 1))

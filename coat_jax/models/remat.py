@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a stack of layers with a policy that selects what they save: `Remat`."""
+"""Runs a stack of layers; `Remat` selects what they save and recompute."""
 
 import dataclasses
 import functools
@@ -30,11 +30,11 @@ Carry = tuple[Array, RoutingStats | None]
 def _all_but_gathered(
   primitive, *arrays, call_jaxpr: Any = None, **options
 ) -> bool:
-  """Checkpoint policy: save what autodiff saves, except gathered weights.
+  """Checkpoint policy that saves what autodiff saves, except gathered weights.
 
-  It selects by primitive, not by `checkpoint_name`: if it excluded a name,
-  autodiff would still save the array that was given this name. It does not save
-  reshapes, which may be views of gathered weights.
+  Excluding weights by `checkpoint_name` would not work: autodiff would still
+  save the array to which the name was given. Reshapes are not saved either,
+  because they may be views of gathered weights.
   """
   del arrays, options
   names = {primitive.name}
@@ -130,18 +130,19 @@ def checkpointed(
   rounded = forward
   if remat == "fp8_layer":
     rounded = lambda x, *args: forward(through_codes(x, recipe), *args)  # noqa: E731
-  # In a scan, XLA cannot merge the recomputation with the first forward pass.
+  # In a scan, XLA cannot merge the recomputation with the first forward pass,
+  # so `prevent_cse` is not needed.
   return nnx.remat(rounded, prevent_cse=False, policy=_POLICIES[remat])
 
 
 def gather_weights[L: nnx.Module](
   layer: L, dtype: DTypeLike, axes: MeshAxes
 ) -> L:
-  """Casts the kernels whose rows fsdp splits, and gathers these rows.
+  """Casts the kernels whose rows fsdp splits to `dtype`, and gathers the rows.
 
   With recipe bf16, XLA partitions the layer. If weights were not gathered here,
   XLA might split a matmul along its contracting dimension and exchange
-  activations, or gather weights in f32. `MoE` itself gathers experts' weights.
+  activations, or gather weights in f32. `MoE` gathers experts' weights itself.
   """
   without_fsdp = dataclasses.replace(axes, fsdp=None)
 

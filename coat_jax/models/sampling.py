@@ -47,7 +47,7 @@ def make_sampling(
       "generate: top_k and top_p apply to sampling, got temperature 0, which "
       "chooses the most probable token; leave both out, or raise temperature"
     )
-  if temperature < _SMALLEST:  # f32 would divide by a subnormal or by 0.
+  if temperature < _SMALLEST:  # Subnormal or 0 in f32.
     return Sampling()
   return Sampling(
     temperature=jnp.float32(temperature),
@@ -62,8 +62,9 @@ def kept(logits: Array, sampling: Sampling) -> tuple[Array, Array]:
   """Masks the tokens that cannot be drawn.
 
   Returns logits f32 [B, V] and their token ids, int32 [B, V]. The largest logit
-  is subtracted, all are divided by the temperature, and masked tokens get -inf.
-  With top_k or top_p, logits are in descending order, with ties ordered by id.
+  is subtracted from all logits, which are then divided by the temperature.
+  Masked tokens get -inf. If top_k or top_p is set, logits are in descending
+  order, and equal logits are ordered by token id.
   """
   assert sampling.temperature is not None
   largest = jnp.max(logits, axis=-1, keepdims=True)
@@ -79,7 +80,7 @@ def kept(logits: Array, sampling: Sampling) -> tuple[Array, Array]:
     logits = jnp.where(rank < sampling.top_k, logits, -jnp.inf)
   if sampling.top_p is not None:
     p = jax.nn.softmax(logits, axis=-1)
-    # Sum only the tokens before each one, so that the first is always kept.
+    # A token's sum excludes the token, so that the first token is always kept.
     before = jnp.cumsum(p, axis=-1) - p
     logits = jnp.where(before < sampling.top_p, logits, -jnp.inf)
   return logits, tokens

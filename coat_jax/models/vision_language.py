@@ -91,7 +91,7 @@ class Projector(nnx.Module):
 
   Attributes:
     linear_1: `Linear` from the tower's width to the decoder's.
-    linear_2: `Linear` from the decoder's width to itself.
+    linear_2: `Linear` from the decoder's width to the same width.
   """
 
   def __init__(
@@ -193,7 +193,7 @@ class VisionLanguageModel(nnx.Module):
       tokens: int32 [B, T], with `config.tokens_each` image tokens for each
         image, in the order of the images. Excess image tokens keep their
         embeddings.
-      pixel_values: [B, I, C, H, W], the images of each sequence, BF16 or f32,
+      pixel_values: BF16 or f32 [B, I, C, H, W], I images for each sequence,
         resized and normalized. Images without image tokens have no effect, so
         sequences with fewer images can be padded with all-zero images. None for
         text alone.

@@ -115,12 +115,12 @@ def check_number(
   or_else: str = "",
   is_whole: bool = False,
 ) -> None:
-  """Raises unless a value is a number in a range; scalar arrays count too.
+  """Raises unless a value is a number, or a scalar array, in a range.
 
-  `optax.inject_hyperparams` passes hyperparameters as scalar arrays, and under
-  `jit` their values are unknown, so we never read the values of JAX arrays.
-  `or_else` is appended to the rule in the message. It names what else the
-  argument may be, for example "or None".
+  `optax.inject_hyperparams` passes hyperparameters as scalar arrays. The values
+  of JAX arrays are not checked, because they are unknown under `jit`. `or_else`
+  is appended to the rule in the message, for example "or None" if the caller
+  also allows None.
   """
   if is_array(value):
     kind: Any = jnp.integer if is_whole else jnp.number
@@ -184,8 +184,8 @@ def check_array(
   """Raises unless a value is an array of kind `kind` with `ndim` axes.
 
   `rule` describes the array in the message, as in "int [B, T]". `kind` is a
-  dtype class for `jnp.issubdtype`, or a tuple of these. `ndim` may be several
-  numbers; () allows any number of axes.
+  dtype class for `jnp.issubdtype`, or a tuple of dtype classes. `ndim` may be a
+  collection of allowed numbers; () allows any number of axes.
   """
   kinds = kind if isinstance(kind, tuple) else (kind,)
   if not is_array(value) or not any(

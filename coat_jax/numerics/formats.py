@@ -9,12 +9,12 @@ A plain cast to FP8 has two traps:
   * A JAX cast does not saturate: 465 becomes NaN in E4M3, and 61440 becomes
     infinity in E5M2.
   * On a GPU, XLA drops pairs of conversions f32 -> FP8 -> f32 inside a jitted
-    function ("excess precision"), and may convert through f16, which rounds
-    twice. The values that a function saves for the backward pass would then
-    differ from those that it computes with.
-So `saturating_cast` first clips, and rounds to the format's grid in f32, which
-makes the cast exact. All casts in this package use it, except in kernels and in
-`ops.quantize`, where neither trap can occur.
+    function ("excess precision"). XLA may also convert through f16, which
+    rounds twice. A function would then compute with values that differ from
+    those that it saves for the backward pass.
+`saturating_cast` avoids both: it first clips and rounds to the format's values
+in f32, so the cast is exact. All casts in this package use it, except in
+kernels and in `ops.quantize`, where neither trap can occur.
 """
 
 import math
@@ -71,15 +71,15 @@ def array_bytes(shape: Sequence[int], dtype: np.dtype) -> int:
 def saturating_cast(x: Float[Array, "*s"], dtype: DTypeLike) -> Array:
   """Casts floats to a format: clips them to ±qmax, rounds to nearest even.
 
-  NaN stays NaN. INT8 has no NaN, so there it becomes 0. The dequantized value
-  is still NaN, because a group with a NaN has the scale NaN.
+  NaN stays NaN in FP8, and becomes 0 in INT8, which has no NaN. In both cases,
+  the dequantized value is NaN, because a group with a NaN has the scale NaN.
   """
   x = jnp.clip(x.astype(jnp.float32), -qmax(dtype), qmax(dtype))
   return _format(dtype).nearest(x).astype(dtype)
 
 
 def neighbours(x: Float[Array, "*s"], dtype: DTypeLike) -> tuple[Array, Array]:
-  """Returns a format's values around x: the largest one <= x, and the next.
+  """Returns a format's largest value <= x, and its next larger value.
 
   x is f32 with 0 <= x <= qmax; both results are f32 and exact in `dtype`. If x
   is qmax, both results are qmax; if x is NaN, both are NaN.
@@ -114,15 +114,15 @@ class _FP8:
     self.qmax = float(limits.max)
     self._smallest = float(limits.smallest_subnormal)
     self._smallest_normal = float(limits.smallest_normal)
-    # The number of f32's mantissa bits that the format does not have.
+    # The number of f32's mantissa bits that the format lacks.
     self._dropped_bits = 23 - limits.nmant
 
   def nearest(self, x: Array) -> Array:
     """Rounds f32 within ±qmax to the nearest value, ties to even."""
     drop = self._dropped_bits
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    # Add half a step minus 1, plus 1 if the last kept bit is 1. So ties round
-    # to even.
+    # Add half a step if the last kept bit is 1, else half a step minus 1. Ties
+    # then round to even.
     half = jnp.uint32((1 << (drop - 1)) - 1) + ((bits >> drop) & jnp.uint32(1))
     normal = _truncated(bits + half, drop)
     step = self._smallest
@@ -169,6 +169,6 @@ def _format(dtype: DTypeLike) -> _FP8 | _Integer:
 
 
 def _truncated(bits: Array, drop: int) -> Array:
-  """Clears the lowest `drop` bits; returns the f32 that has these bits."""
+  """Clears the lowest `drop` bits of an f32, given as uint32."""
   kept = bits & jnp.uint32(0xFFFFFFFF >> drop << drop)
   return jax.lax.bitcast_convert_type(kept, jnp.float32)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantized arrays with one scale per tensor or per group of a row.
+"""Quantized arrays with one scale per tensor or per group of values.
 
 Quantizing divides by the scale; dequantizing multiplies by it. The scale is
-amax / qmax: the largest magnitude, divided by the format's largest number. A
-group is `group_size` consecutive values along the last axis; the last group may
-be short.
+amax / qmax: the largest magnitude in the tensor or group, divided by the
+format's largest number. A group is `group_size` consecutive values along the
+last axis; the last group may be short.
 
 COAT uses two granularities (arXiv:2410.19313, section 5):
   * Matmul operands have one f32 scale per tensor.
@@ -86,7 +86,7 @@ class QTensor:
 
 
 def num_groups(n: int, group_size: int) -> int:
-  """Returns the number of groups in a row; the last one may be short."""
+  """Returns the number of groups for n values; the last one may be short."""
   return -(-n // group_size)
 
 
@@ -108,7 +108,7 @@ def join_groups(x: Array, n: int) -> Array:
 
 
 def group_amax(x: Float[Array, "*b n"], group_size: int) -> Array:
-  """Returns each group's largest magnitude, f32 [..., groups], or NaN."""
+  """Returns each group's amax, f32 [..., groups]; NaN if the group has one."""
   bits = _magnitude_bits(split_groups(x, group_size))
   return jax.lax.bitcast_convert_type(jnp.max(bits, axis=-1), jnp.float32)
 
@@ -245,7 +245,7 @@ def quantize(
 
 
 def times_scales(x: Array, a: Array | float, b: Array | float) -> Array:
-  """Returns x * a * b, where x is a matmul of codes with scales a and b.
+  """Returns x * a * b; x is a matmul of codes whose scales are a and b.
 
   We compute x * (a * b). If a * b is below f32's smallest normal number, as for
   gradients near 1e-34, we instead multiply x by a * b * 2^64 and then by 2^-64.

@@ -2,8 +2,8 @@
 """Scalings: which values of a tensor share a scale when it is quantized.
 
 Scales of blocks and tiles are powers of two, so each dequantized value is exact
-in BF16. If E4M3 values are quantized again along the other axis, a value can
-change only if it is at most 2^-14 times the largest value in its new block.
+in BF16. If E4M3 codes are requantized along the other axis, a value can change
+only if it is at most 2^-14 times the largest value in its new block.
 
 Source: arXiv:2410.19313, section 5; for blocks, DeepSeek-V3 (arXiv:2412.19437),
 section 3.3.2, and docs/deviations.md 24.
@@ -53,8 +53,8 @@ class Operand(NamedTuple):
   """A matrix in FP8 with its scales, laid out for the matmuls that read it.
 
   FP8 matmuls on Hopper require that both operands have the contracted axis
-  last. So a matrix whose first axis is contracted is transposed when quantized;
-  transposing FP8 codes later would cost another pass over memory.
+  last. So a matrix whose first axis is contracted is transposed when it is
+  quantized: transposing its FP8 codes later would cost a pass over memory.
 
   Attributes:
     rows: FP8 [..., n], or None if no matmul reads this layout.
@@ -100,8 +100,9 @@ class Scaling(abc.ABC):
     axis_names: inside `jax.shard_map`, the axes over which all shards of a
       tensor share one scale.
     description: describes the scales in `CoatRecipe.describe`.
-    saves_rows: whether a layer saves its input's rows, from which `turn`
-      computes the columns in the backward pass. Otherwise it saves the columns.
+    saves_rows: whether a layer saves its input in row layout, and the backward
+      pass computes the column layout with `turn`. Otherwise the layer saves the
+      column layout.
     saves_scale: whether a layer saves its weight's scale for the backward pass.
       Otherwise the backward pass recomputes the scale.
   """
@@ -134,9 +135,9 @@ class Scaling(abc.ABC):
     scale: Scales | None = None,
     layout: Layout = "rows",
   ) -> Operand:
-    """Concatenates parts of rows, and quantizes the result.
+    """Concatenates parts along the last axis, and quantizes the result.
 
-    Each part is [..., groups, group_size] and contains n values of each row; a
+    Each part contains n values per row, split into [..., groups, group_size]; a
     short last group is padded with zeros.
     """
     return self.quantize(_joined(parts, n), scale, layout)

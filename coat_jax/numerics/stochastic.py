@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random words (uint32) for stochastic rounding.
 
-The generator is stateless: each element of each leaf at each step gets one
-32-bit word, hashed from (seed, step, leaf, row, column). So a resumed run draws
-the same words. Row and column are *global* indices, so words do not depend on
-the sharding. The two indices are hashed separately because a stacked leaf can
-have more than 2^32 elements.
+The generator is stateless: the words of an element depend only on (seed, step,
+leaf, row, column). So a resumed run draws the same words. Row and column are
+*global* indices, so words do not depend on the sharding. Row and column are
+hashed separately, because a stacked leaf can have more than 2^32 elements.
 
 The hash is xorshift-multiply ("lowbias32" of C. Wellons' hash-prospector
 search), which takes 8 integer operations; Threefry takes about 37 per word.
-Eight neighboring columns share a hash; a word is the hash times
-MULTIPLIER^(column modulo 8). This is the first moment's word. The second
-moment's word is MULTIPLIER^8 times this word, and the parameter's word is
-MULTIPLIER^16 times this word (`next_words`). Over the steps, each word is
-uniform, and any two words are uncorrelated. Use the high bits of a word,
-because multiplying hardly changes the low bits.
+Eight neighboring columns share a hash. With c = column modulo 8, an element has
+these words:
+
+  first moment    hash * MULTIPLIER^c
+  second moment   hash * MULTIPLIER^(c + 8)
+  parameter       hash * MULTIPLIER^(c + 16)
+
+Over the steps, each word is uniform, and any two words are uncorrelated. Use
+the high bits of a word, because multiplying hardly changes the low bits.
 """
 
 import dataclasses
@@ -105,8 +107,8 @@ class LeafPart:
     key: uint32 [], from `leaf_key`.
     start: uint32 [axes], indices of the part's first element; None for zeros.
     whole: shape of the leaf; None for the shape of the part.
-    layer: int32 [], the layer of a stacked leaf [layers, ...] that is updated;
-      None for the whole leaf.
+    layer: int32 [], the index of the updated layer in a stacked leaf
+      [layers, ...]; None for the whole leaf.
   """
 
   key: Any  # Any instead of Array, because JAX also puts specs here.

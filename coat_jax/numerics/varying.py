@@ -6,10 +6,10 @@ from jax import Array, lax
 
 
 def varying[Tree](tree: Tree) -> Tree:
-  """Casts all arrays to vary over the union of their `shard_map` axes.
+  """Casts all arrays to vary over each mesh axis that one of them varies over.
 
-  The gradient of an array that does not vary over an axis must be summed over
-  that axis. The transpose of this cast computes the sum, in the array's dtype.
+  If an array does not vary over a mesh axis, its gradient must be summed over
+  this axis. The transpose of the cast computes this sum, in the array's dtype.
   So a custom gradient must return only the device's contribution. The cast does
   nothing outside `shard_map` or with check_vma=False.
   """

@@ -38,7 +38,7 @@ _DECAY = check_number, Range(0, 0.9999999), "values from 0.9 to 0.999 are usual"
 _SCHEDULE = "pass a number, or a schedule: a function of the step"
 _RMS = "0.2 is near the RMS of AdamW's updates; None scales by shapes"
 _STEPS = Range(0, 2**31 - 1)
-# Each hyperparameter's check, range and remedy.
+# For each hyperparameter: its check, its range, and advice for error messages.
 _RULES = {
   "learning_rate": (check_number, NOT_NEGATIVE, _SCHEDULE),
   "weight_decay": (check_number, NOT_NEGATIVE, "0 decays nothing"),

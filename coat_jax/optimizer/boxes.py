@@ -6,12 +6,12 @@ Flax stores axis names in boxes around parameters: in the metadata of an
 `nnx.get_partition_spec` shard an array by the names in its box, and replicate
 arrays without a box.
 
-A moment's statistics have an axis that is shorter than the parameter's axis: it
-has one entry per group or per tile. Such an axis keeps its name only if the
-number of devices along it divides the sizes of both axes. This must be true for
-each logical axis rule that applies to the name. If the number is unknown, we
-drop the name: replicated statistics work on every mesh, whereas JAX raises an
-error for an uneven split.
+Along one axis, a moment's statistics have one entry per group or per tile, so
+this axis is shorter than the parameter's axis. The shorter axis keeps its name
+only if the number of devices along it divides the lengths of both axes. If
+several logical axis rules apply to the name, this must be true for each rule.
+If the number of devices is unknown, we drop the name: replicated statistics
+work on every mesh, whereas JAX raises an error for an uneven split.
 """
 
 import contextlib

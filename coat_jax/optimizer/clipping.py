@@ -38,7 +38,7 @@ class ClipState(NamedTuple):
   Attributes:
     steps: int32 [], the number of finished steps.
     norm: f32 [], the global norm of the last step's gradients before clipping.
-    own: the norm r of each slice, which `Clipping` defines: a tree with the
+    own: each slice's number r, which `Clipping` defines: a tree with the
       parameters' structure, f32 [] per leaf, or [layers] for a stacked leaf.
   """
 
@@ -60,14 +60,14 @@ class Clipping:
              norm does not exceed max_norm.
   adaptive   (AdaGC) like "share" in the first `warmup` steps. After them,
              limit = relative * r, where r is the running mean of the slice's
-             clipped norms. The mean begins with the clipped norm in the last
-             warmup step or, if this norm is 0 or `warmup` is 0, with the next
-             clipped norm above 0.
+             clipped norms. The mean starts at the clipped norm of the last
+             warm-up step. If `warmup` or this norm is 0, the mean starts at
+             the next clipped norm above 0.
 
   In the first step, and for slices whose r is 0, the limit is max_norm, so the
   clipped global norm may exceed max_norm. A slice whose norm reaches 3.4e38,
-  f32's largest value, is scaled by 0. So finite gradients of any size lead to
-  finite parameters and states.
+  f32's largest value, is scaled by 0, so that parameters and states stay finite
+  for finite gradients of any size.
 
   Attributes:
     rule: "share" or "adaptive".
@@ -107,9 +107,10 @@ class Clipping:
   def init(
     self, params: Any, *, stack: str | Sequence[str] = "layers"
   ) -> ClipState:
-    """Makes the state before the first step; `stack` as for `step_in_backward`.
+    """Makes the state before the first step.
 
-    `stack` may also be the paths of several stacks.
+    `stack` is the path of the stacked layers, as for `step_in_backward`, or a
+    sequence of several paths.
     """
     leaves, treedef = jax.tree.flatten(params)
     own = treedef.unflatten(
@@ -124,7 +125,7 @@ class Clipping:
     """Returns the factor for a slice's gradient, and the slice's next r.
 
     `own` is the slice's r in the state; `norm` is the gradient's `global_norm`
-    over all devices. For several slices, both are arrays.
+    over all devices. For several slices, `own` and `norm` are arrays.
     """
     # Divide first, because max_norm * own may overflow.
     limit = self.max_norm * (own / state.norm)

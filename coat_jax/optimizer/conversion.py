@@ -197,7 +197,7 @@ def encode_state(
   op: str, name: str, like: Any, decoded: Any, seed: ArrayLike, count: ArrayLike
 ) -> Any:
   """Inverts `decode_state`: encodes `decoded` with the codecs of `like`."""
-  # Moments with equal paths belong to one parameter; `place` numbers them.
+  # Moments with equal paths belong to one parameter; `place` is their index.
   seen: dict[Any, tuple[int, int]] = {}
 
   def encode_moment(old: Moment, tree: Any) -> Moment:

@@ -41,9 +41,9 @@ def default_field_rule(path: str) -> Kind | None:
 
   Returns:
     "nu" for optax's names of fields that are never negative (`nu`, `nu_max`,
-    `n`, `exp_avg_sq`, `sum_of_squares` and the like). None, which leaves the
-    field unchanged, for optax's names of copies of parameters: `z` of
-    Schedule-Free, `params0` of Prodigy and the like. "mu" for all other names.
+    `n`, `exp_avg_sq`, `sum_of_squares` and the like); None for optax's names of
+    copies of parameters, such as `z` of Schedule-Free and `params0` of Prodigy;
+    otherwise "mu". `encoded` leaves a field unchanged if the result is None.
 
   Raises:
     TypeError: `path` is not a string.

@@ -46,7 +46,7 @@ class LeafSteps(NamedTuple):
       weight is an array, or a tree of arrays of one shape. A state is a tree of
       scalars and arrays. If the weight is stacked, its state's arrays are, too.
     step: `step(i, leaf, gradient, *, layer=None, grad_scale=None)` returns the
-      new leaf i. If `layer`, int32 [], is passed, only this layer of a stacked
+      new pair i. If `layer`, int32 [], is passed, only this layer of a stacked
       leaf is updated, and `gradient` is [1, ...].
     end: `end(leaves)` returns the new parameters and the new state.
   """
@@ -116,8 +116,8 @@ def fused_coat_adamw(
     weight_decay, mask, quantize_mask: as for `coat_adamw`.
     low_bits: whether the state stores one more byte for each bf16 parameter,
       which extends it to 24 bits. If `init` gets bf16 parameters, these bytes
-      start at zero. If it gets f32 parameters, it takes the bytes from them;
-      in that case, pass `split_weights(params)[0]` to `apply`.
+      start at zero. If `init` gets f32 parameters, it computes the bytes from
+      them; `apply` then needs `split_weights(params)[0]` as parameters.
     seed, implementation, shardings: as for `coat_adamw`.
 
   Returns:

@@ -157,8 +157,8 @@ def step_in_backward(
     )
   after_grads, dx = after_vjp(jnp.ones_like(loss))
 
-  # Pair each leaf (its weight and state) with its r, which `Clipping` defines,
-  # or with None if nothing is clipped.
+  # Pair each leaf (its weight and state) with its number r (see `Clipping`), or
+  # with None if nothing is clipped.
   last: Any = clip_state
   owns = [None] * len(steps.leaves)
   if clip is not None:

@@ -49,7 +49,7 @@ def leafwise(tx: optax.GradientTransformation) -> LeafwiseTransformation:
     ValueError: (by `begin`) an update or state depends on other leaves, as with
       clipping by the global norm or `optax.contrib.dadapt_adamw`; a field of
       the state lacks the parameters' structure, as in `optax.masked`; `tx`
-      draws random numbers, as in `optax.noisy_sgd`; or it encodes moments
+      draws random numbers, as in `optax.noisy_sgd`; or `tx` encodes moments
       (instead of `coat_adamw`, use `fused_coat_adamw`); (by `step_in_backward`)
       the state of stacked layers has no axis of layers.
 
@@ -156,8 +156,8 @@ def _check_leaf_by_leaf(
 ) -> list[str | None]:
   """Raises a ValueError if an optimizer cannot step leaf by leaf.
 
-  For each parameter, returns the path of a leaf in its state without an axis of
-  layers, such as a norm, or None if all leaves have this axis. Leaves that an
+  Returns for each parameter the path of an array in its state that has no axis
+  of layers, such as a norm, or None if there is no such array. Arrays that an
   update sets to a constant do not count.
   """
   paths, places = leaf_paths(params), leaf_paths(state)
@@ -211,7 +211,7 @@ def _random_primitive(jaxpr) -> str | None:
 
 
 def _dependencies(jaxpr, inputs: list[set[int]]) -> list[set[int]]:
-  """Returns for each result the union of its arguments' sets in `inputs`."""
+  """Returns the leaves each result depends on, given those of each input."""
   of = {id(v): each for v, each in zip(jaxpr.invars, inputs, strict=True)}
   for equation in jaxpr.eqns:
     mine = [of.get(id(v), set()) for v in equation.invars]

@@ -244,14 +244,14 @@ def coat_muon(
       sqrt(max(inputs, outputs)); with 0.2, they are about as large as AdamW's.
       None multiplies them by sqrt(max(1, outputs / inputs)).
     matrices: `(path, leaf) -> MatrixSplit | None`, specifies how a leaf is
-      split into matrices; AdamW updates leaves for which it returns None.
+      split into matrices. AdamW updates leaves whose result is None.
       The default is `hidden_matrices`. For a model from `models`, pass
       `models.model_matrices(config)`. With `optax.inject_hyperparams`, list
       `matrices` in `static_args`; otherwise optax treats it as a schedule.
     codec, quantize_mask, seed: as for `coat_adamw`.
     shardings: on a mesh of automatic axes, the shardings of all parameters, as
-      for `coat_adamw`: each device then updates its own shard of the momentum,
-      and orthogonalization splits the longer axis of a matrix over devices.
+      for `coat_adamw`. Each device then updates its shard of the momentum. The
+      orthogonalization splits a matrix's longer axis over devices.
 
   Returns:
     An `optax.GradientTransformationExtraArgs`.

@@ -9,15 +9,15 @@ moments may differ between passes, because XLA may fuse multiplications and
 additions differently.
 
 The first pass computes the statistics; the last pass encodes the new moments.
-If an E4M3 codec with range expansion rounds stochastically, a pass between them
-computes drafts, which are codes of values rounded toward zero. This pass is
-separate because XLA generates slow code if it fuses drafts with their lookups
-in the table described below.
+If an E4M3 codec with range expansion rounds stochastically, a middle pass
+computes drafts, which are codes of values rounded toward zero.
 
 XLA needs about 120 instructions for a power on a GPU, so six powers per
 parameter would take longer than all memory accesses. But there are at most 256
 values of the expansion's exponent k, and 128 magnitudes of an E4M3 code. So we
-look up the decoded values in a table, which gives the same bits.
+look up the decoded values in a table, which gives the same bits. Drafts are
+computed in a separate pass because XLA generates slow code if it fuses them
+with lookups in this table.
 """
 
 from collections.abc import Callable, Sequence
@@ -63,7 +63,7 @@ def run(
   stored: Sequence[Encoded],
   noise: Sequence[Array | None],
 ) -> tuple[Any, tuple[Encoded, ...]]:
-  """Runs `compute`, calls `finish` on its first result, encodes the others.
+  """Runs `compute`, passes its result to `finish`, and encodes the moments.
 
   `compute(arrays, *moments)` returns a result and the new moments, all f32. It
   must be elementwise, because its arguments are split into groups. It may

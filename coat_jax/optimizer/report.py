@@ -114,11 +114,11 @@ def state_report(
       `coat_muon`, pass `state.inner_states["muon"]` or `["adam"]`.
     reference: exact moments to compare with: the f32 state of the corresponding
       optax optimizer from the same run. It may be part of a larger state, such
-      as that of `optax.adamw`, which must contain exactly one such state. For
-      `encoded`, pass the state of the inner optimizer, not a larger one.
+      as that of `optax.adamw`, if the larger state contains no second one. For
+      `encoded`, pass the state of the inner optimizer alone.
 
   Returns:
-    A dict, which JSON can store, from each leaf's path to a dict with
+    A dict that JSON can store. It maps each leaf's path to a dict with
     `parameters`, `encoded` (False for leaves stored unencoded), and for each
     moment (`mu`, `nu` or the path of an encoded field) a dict with
       `replicated`: a sentence, present only if a flax box shards codes, but not

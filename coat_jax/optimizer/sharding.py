@@ -124,7 +124,7 @@ def fit_group_size(
     for (path, leaf), is_encoded in zip(leaves, chosen, strict=True)
     if is_encoded and (share := _share(leaf)) < leaf.shape[-1]
   }
-  # If no last axis is sharded, this is 0, which every size divides.
+  # If no last axis is sharded, `common` is 0, which every group size divides.
   common = math.gcd(*shares.values())
 
   def fit(group: GroupCodec) -> GroupCodec:

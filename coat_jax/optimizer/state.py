@@ -39,7 +39,7 @@ class Moment:
   `codes`, `amax` and `range` are trees with the structure and boxes
   (`nnx.Variable`, Linen's `Partitioned`) of the parameters, and contain the
   fields of `codecs.Encoded`. For a leaf that is not encoded, `codes` contains
-  the values in f32 or complex64. Statistics that are not used are scalar zeros.
+  the values in f32 or complex64.
 
   Attributes:
     codes: shape=leaf.shape, in the codec's dtype; () for a factored leaf.
@@ -96,7 +96,7 @@ class Moment:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Structure:
-  """A structure that equals any other, as optax's placeholders require."""
+  """A tree structure that equals any other: optax's placeholders need this."""
 
   treedef: Any
 

@@ -7,8 +7,9 @@ bits. It is stored in two arrays, and can be split and joined exactly:
   high = (W + 0x80) >> 8    the nearest bf16; layers read only this array
   low  = W - (high << 8)    int8; only the optimizer's step reads this array
 
-A step rounds an f32 to W stochastically, so updates below 2^-16 of a weight
-(with bf16 alone, below 2^-8) take effect only on average.
+An optimizer step computes the new weight in f32 and rounds it to 24 bits
+stochastically. Updates below 2^-16 of a weight (with bf16 alone, below 2^-8)
+therefore take effect only on average.
 """
 
 import functools
@@ -61,9 +62,9 @@ def split(
   """Rounds f32 of any shape to 24 bits, and splits these into bf16 and a byte.
 
   With `words`, rounding is stochastic: the mean of join(split(x)) is x.
-  Otherwise it is to nearest, ties to even. A NaN becomes the canonical NaN
-  of its sign. Finite magnitudes above 3.3961e38, whose nearest bf16 would be
-  infinite, become 3.3961e38.
+  Otherwise, x is rounded to nearest, ties to even. A NaN becomes the canonical
+  NaN of its sign. Finite magnitudes above 3.3961e38, whose nearest bf16 would
+  be infinite, become 3.3961e38.
   """
   bits = lax.bitcast_convert_type(x, jnp.uint32)
   sign = bits & jnp.uint32(_SIGN)
@@ -153,11 +154,11 @@ def split_weights(params: Any) -> tuple[Any, Any]:
       biases (`is_norm_or_bias`).
 
   Returns:
-    Two trees with the structure of `params`. Both keep Flax boxes that hold
-    names of axes. The first contains the parameters, with split leaves in bf16.
-    For each bf16 leaf of the first, the second contains an int8 array of the
-    same shape (zeros if the parameter already was bf16). For other leaves it
-    contains an int8 scalar zero.
+    Two trees, `high` and `low`, with the structure of `params`. Both keep Flax
+    boxes that hold names of axes. `high` contains the parameters, with split
+    leaves in bf16. For each bf16 leaf of `high`, `low` contains an int8 array
+    of the same shape (zeros if the parameter already was bf16). For all other
+    leaves, `low` contains an int8 scalar zero.
 
   Raises:
     TypeError: a leaf is not an array.

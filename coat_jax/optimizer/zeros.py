@@ -42,10 +42,9 @@ def encode_zeros(group: GroupCodec, leaf: Any) -> Encoded:
 def _mesh_for(sharding: Sharding | None) -> AbstractContextManager[Any]:
   """Returns a context that sets a concrete leaf's mesh, if necessary.
 
-  It is necessary if the leaf is sharded on explicit axes and no mesh is set.
+  This is necessary if the leaf is sharded on explicit axes and no mesh is set.
   But JAX cannot set a mesh while it traces a function. Zeros that are made
-  during tracing are therefore not sharded, and neither are those that
-  `jnp.zeros_like` makes.
+  during tracing are therefore not sharded, like those of `jnp.zeros_like`.
   """
   where = getattr(sharding, "mesh", None)
   is_explicit = isinstance(where, Mesh) and where.abstract_mesh.explicit_axes

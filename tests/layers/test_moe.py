@@ -363,6 +363,7 @@ def test_moe_refuses_misshapen_weights_and_bad_numbers_of_experts():
     weights._replace(gate_up=weights.gate_up[:, :, 0]),
     weights._replace(gate_up=weights.gate_up[..., 1:]),
     weights._replace(router=weights.router[1:]),
+    weights._replace(router=weights.router[0]),
   ):
     with pytest.raises(ValueError, match=r"moe: weights must be router \[D, E"):
       call(x, bad, experts_per_token=K)

@@ -51,7 +51,7 @@ def write_config(
   max_length: int | None = None,
   labels: Sequence[str] | None = None,
 ) -> dict:
-  """Returns a config.json's content; other keys are copied from `like`."""
+  """Returns config.json's content; `like` adds keys that `config` lacks."""
   found = _write(config, dtype, like or {})
   has_limit = getattr(config, "max_positions", None) is not None
   if max_length is not None and not has_limit:
@@ -131,7 +131,7 @@ def _make(kind: type, values: dict[str, Any]) -> AnyConfig:
 
 
 def _write(config: Any, dtype: np.dtype, like: dict) -> dict:
-  """Returns a config.json's content, with other keys copied from `like`."""
+  """Returns config.json's content; `like` adds keys that `config` lacks."""
   row = CONFIGS[config.family]
   if row.whole:
     like = like.get("vision_config", like)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Defines how config.json is read and written, with one row for each family.
+"""Defines how each family's config.json is read and written.
 
-To add a family, add a row to `CONFIGS`, and a table of its tensors to
-`tensor_tables.TENSORS`.
+To add a family, add an entry to `CONFIGS`, and a table of the family's tensors
+to `tensor_tables.TENSORS`.
 """
 
 import dataclasses
@@ -39,9 +39,9 @@ from coat_jax.models.vision_language import VisionLanguageConfig
 class SubConfig:
   """A configuration inside another one, such as LLaVA's `text_config`.
 
-  `defaults` contains the model_type to assume, and the values of keys that
-  models of this type may omit. Keys in `inherited` may be stored in the outer
-  configuration instead.
+  `defaults` contains a model_type to assume if the file states none, and values
+  of keys that a file with this model_type may omit. Keys in `inherited` may be
+  stored in the outer configuration instead.
   """
 
   field: str
@@ -58,10 +58,10 @@ class ConfigTable:
     kind: class of the configuration.
     architectures: names of classes in transformers; the first one is written.
     keys: this family's keys, in addition to `parts` and `keys.WITHOUT_EFFECT`.
-    model_type: the file's model_type; None for the family's name.
-    whole: model_type of the full model that contains this tower; its file
-      describes the tower under `vision_config`.
-    parts: configurations inside this one, by key.
+    model_type: model_type in config.json; None for the family's name.
+    whole: model_type of a model that contains this tower, such as "clip". The
+      model's config.json describes the tower under `vision_config`.
+    parts: nested configurations, by their key in config.json.
   """
 
   kind: type
@@ -97,7 +97,7 @@ _LLAMA = {
 def decoder_table(
   architecture: str, keys: Mapping[str, Key] | None = None
 ) -> ConfigTable:
-  """Makes a decoder's row from the keys in which it differs from Llama."""
+  """Makes a table for decoders; `keys` are those that differ from Llama's."""
   return ConfigTable(
     kind=ModelConfig,
     architectures=(architecture,),
@@ -187,7 +187,7 @@ _TOWER = {
   **ignored(
     LONGEST,
     "vocab_size",  # In LLaVA's files, this describes the text model.
-    # Keys for new weights, for parts that a tower lacks, and for dropout.
+    # Keys for initialization, for parts that a tower lacks, and for dropout.
     *("initializer_factor", "projection_dim", "encoder_stride"),
     *("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout"),
     *("num_labels", "pooler_output_size"),

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads folders of safetensors, one tensor at a time.
 
-A file consists of 8 bytes with the header's length, the header (JSON that
-states each tensor's offset), and the tensors. All headers are checked before a
-tensor is read.
+A safetensors file consists of the header's length (8 bytes), the header (JSON
+with the offset of each tensor), and the tensors. All headers are checked before
+a tensor is read.
 
-An index lists the shards, which must be in the same folder. They may be links
-to files elsewhere, as in the cache of huggingface_hub.
+If a checkpoint has several files (shards), an index in the same folder lists
+them. Shards may be links to files elsewhere, as in huggingface_hub's cache.
 """
 
 import dataclasses
@@ -107,10 +107,11 @@ def check_folder(folder: Path) -> None:
 def split_experts(
   tensors: dict[str, StoredTensor],
 ) -> dict[str, StoredTensor]:
-  """Splits each stack of a layer's experts into one tensor per matrix.
+  """Splits tensors that contain all experts into one tensor per matrix.
 
-  `experts.gate_up_proj` [E, 2 F, D], gate first, and `experts.down_proj`
-  [E, D, F] become `experts.0.gate_proj.weight` [F, D] and so on.
+  experts.gate_up_proj [E, 2 F, D]  ->  experts.{e}.gate_proj.weight [F, D]
+                                        experts.{e}.up_proj.weight [F, D]
+  experts.down_proj [E, D, F]       ->  experts.{e}.down_proj.weight [D, F]
   """
   found = {}
   for name, x in tensors.items():

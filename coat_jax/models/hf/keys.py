@@ -25,14 +25,14 @@ WITHOUT_EFFECT = {
   *("model_type", "architectures", "_name_or_path", "transformers_version"),
   # How new random weights are initialized.
   "initializer_range",
-  # How transformers computes the model, or what its calls return.
+  # How transformers runs the model, or what its calls return.
   *("pretraining_tp", "use_cache", "return_dict", "output_attentions"),
   *("output_hidden_states", "torchscript", "_attn_implementation_autoset"),
   *("use_bfloat16", "tf_legacy_loss", "chunk_size_feed_forward"),
   # How text is generated.
   *("bos_token_id", "eos_token_id", "pad_token_id", "do_sample"),
   *("temperature", "top_k", "top_p", "max_length"),
-  # Keys of other tasks.
+  # Keys for fine-tuning on tasks such as classification.
   *("id2label", "label2id", "problem_type", "finetuning_task"),
 }
 _TYPES = {bool: "true or false", int: "a whole number", float: "a number"}
@@ -59,7 +59,7 @@ def choose(file: Path, key: str, value: Any, choices: Mapping[str, Any]) -> Any:
 
 
 def check_known(file: Path, found: dict, known: Iterable[str]) -> None:
-  """Raises ValueError if a file has a key that we do not know."""
+  """Raises ValueError if a file has a key that is not known."""
   known = {*DTYPE_KEYS, *WITHOUT_EFFECT, *known}
   for key, value in found.items():
     if key in known:
@@ -88,7 +88,7 @@ def dtype_of(file: Path, found: dict) -> np.dtype:
 
 
 class Key:
-  """A key that is known but ignored; the base class of keys that are read."""
+  """A key that is ignored, and the base class of all other keys."""
 
   def read(self, file: Path, key: str, found: dict) -> dict[str, Any]:
     """Returns fields of the configuration; errors mention `file`."""
@@ -100,9 +100,10 @@ class Key:
 
 @dataclasses.dataclass(frozen=True)
 class Field(Key):
-  """A key that sets the field `name`; `kind` is bool, int or float.
+  """A key for the field `name` of a configuration, of type `kind`.
 
-  `default` is what transformers assumes if the key is absent.
+  `kind` is bool, int or float. `default` is the value that transformers assumes
+  if the key is absent.
   """
 
   name: str
@@ -124,7 +125,7 @@ class Field(Key):
 
 
 class UnlessDefault(Field):
-  """A key that is left out if its field has the default value."""
+  """A key that is not written if its field has the default value."""
 
   def write(self, key: str, config: Any, found: dict) -> None:
     if getattr(config, self.name) != self.default:
@@ -132,7 +133,7 @@ class UnlessDefault(Field):
 
 
 class HeadWidth(Field):
-  """A width; None stands for the width of a head."""
+  """A width whose field may be None, which means the width of a head."""
 
   def write(self, key: str, config: Any, found: dict) -> None:
     width = getattr(config, self.name)
@@ -162,7 +163,7 @@ class Renamed(Field):
 
 @dataclasses.dataclass(frozen=True)
 class Fixed(Key):
-  """A key that must have a certain value or be absent.
+  """A key that must be absent or have a certain value.
 
   False, 0, None and [] are not written, because transformers assumes them.
   """
@@ -200,7 +201,7 @@ class Choice(Key):
 
 @dataclasses.dataclass(frozen=True)
 class Derived(Key):
-  """A key that stores a property of the configuration, and is never read."""
+  """A key that is written from a configuration's property, and never read."""
 
   name: str
 

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads and writes the keys of a config.json for sliding windows and RoPE.
 
-In transformers 5, `layer_types` says which layers have a sliding window, and
-`rope_parameters` stores RoPE's base and scaling, with one object per kind of
-layer if RoPE differs between kinds. transformers 4 may store only
-`sliding_window_pattern`, and stores RoPE in `rope_theta`, `rope_scaling` and
-`rope_local_base_freq` (the base in layers with a window). We read both forms,
-and write both for RoPE. `layer_types` must be periodic: every n-th layer
-attends to all keys, and the others to a window.
+  setting           transformers 5   transformers 4
+  sliding windows   layer_types      layer_types or sliding_window_pattern
+  RoPE's scaling    rope_parameters  rope_scaling
+  RoPE's base       rope_parameters  rope_theta
+    with a window   rope_parameters  rope_local_base_freq
+
+We read the keys of both versions. For RoPE, we also write both. If RoPE differs
+between layers with and without a window, `rope_parameters` contains an object
+for each kind of layer. `layer_types` must be periodic: every n-th layer attends
+to all keys, and the others to a window.
 """
 
 import dataclasses
@@ -55,10 +58,10 @@ class _LayerTypes(Key):
   default: int  # The value of n if the file states none.
 
   def read(self, file: Path, key: str, found: dict) -> dict[str, Any]:
-    """Reads `full_every` of a `ModelConfig`.
+    """Reads n, the value of `ModelConfig.full_every`.
 
-    `sliding_window_pattern` or the default is tried first, because
-    `layer_types` does not reveal n if there are fewer than n layers.
+    If there are fewer than n layers, `layer_types` does not reveal n. So
+    `sliding_window_pattern` or the default is tried first.
     """
     stated = [x for key in _PATTERNS if (x := found.get(key))]
     pattern = stated[0] if stated else self.default
@@ -106,7 +109,7 @@ class _Rope(Key):
     share = None
     if self.has_partial and config.rotary_dim is not None:
       share = config.rotary_dim / config.head_width
-    # `found` may have the old values of a config.json that we copy.
+    # `found` may contain old values, copied from another config.json.
     for old in (PARTIAL, _SCALING):
       found.pop(old, None)
     found |= _rope_keys(config.rope_theta, config.scaling, share)
@@ -148,7 +151,7 @@ def _read_rope(
   *,
   has_partial: bool = False,
 ) -> dict[str, Any]:
-  """Reads RoPE's base, scaling and, if permitted, a `PARTIAL` below 1."""
+  """Reads RoPE's base and scaling and, if `has_partial`, `PARTIAL`."""
   key = _ROPE if found.get(_ROPE) else _SCALING
   rope, old = (_with_type(file, x, found.get(x)) for x in (key, _SCALING))
   # A file may have the keys of both versions of transformers.
@@ -204,7 +207,7 @@ def _read_rope(
 
 
 def _with_type(file: Path, key: str, rope: Any) -> dict[str, Any]:
-  """Copies RoPE's object without nulls; renames `type` to `rope_type`."""
+  """Copies RoPE's JSON object without nulls; renames `type` to `rope_type`."""
   rope = rope or {}
   if not isinstance(rope, dict):
     raise wrong(file, key, "an object", rope)
@@ -215,7 +218,7 @@ def _with_type(file: Path, key: str, rope: Any) -> dict[str, Any]:
 def _rope_keys(
   theta: float, scaling: RopeScaling | None, share: float | None = None
 ) -> dict[str, Any]:
-  """Returns the keys of both versions of transformers for RoPE."""
+  """Returns the keys for RoPE in both versions of transformers."""
   name, fields = "default", {}
   if scaling is not None:
     name, fields = scaling_fields(scaling)
@@ -225,8 +228,8 @@ def _rope_keys(
   return keys if scaling is None else keys | {_SCALING: rope}
 
 
-# Entries for the tables of families. The first key of each group reads and
-# writes the whole group.
+# Groups of keys for `ConfigTable.keys`. A group's first key reads and writes
+# the whole group.
 FULL_LAYERS: dict[str, Key] = {_LAYER_TYPES: _FullLayers()}
 _OLD = ignored("rope_theta", _SCALING)
 ROPE = {_ROPE: _Rope(), **_OLD}

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads safetensors checkpoints straight onto the devices of their parameters.
 
-The host reads the tensors of one parameter of one layer at a time, and only the
-shards for its devices. Tensors move to the devices in the checkpoint's dtype,
-sharded like the parameter. The devices then transpose, pack and cast them, and
-write the result into one layer of the stacked parameter in place.
+For one parameter of one layer at a time, the host reads the tensors, but only
+the shards for its own devices. The tensors move to the devices in the
+checkpoint's dtype, sharded like the parameter. The devices then transpose, pack
+and cast the tensors, and write the result into the stacked parameter in place.
 """
 
 import dataclasses
@@ -55,9 +55,9 @@ def load_hf(
 ) -> Any:
   """Loads a model that transformers' `save_pretrained` wrote.
 
-  config.json determines the class: a `Decoder`, a `VisionTower` (also for a
-  CLIP or SigLIP checkpoint that includes a text model) or, for LLaVA, a
-  `VisionLanguageModel`.
+  config.json determines the class: `Decoder`, `VisionTower` or, for LLaVA,
+  `VisionLanguageModel`. If a CLIP or SigLIP checkpoint includes a text model,
+  only the vision tower is loaded.
 
   Example usage::
 
@@ -71,13 +71,13 @@ def load_hf(
     folder: a folder with config.json and either model.safetensors or shards
       with their index.
     recipe: what layers compute and save in FP8; None for `recipes.coat()`. If
-      its `axes` are None, the axes of the mesh are used.
+      the recipe's `axes` are None, the axes of the mesh are used.
     mesh: a mesh with automatic axes data, fsdp, tensor and possibly expert.
       Call the model under `jax.set_mesh`. None for one device.
     dtype: dtype of activations.
-    param_dtype: dtype in which weights are stored: bfloat16, float16, or
-      float32, which represents all values of the other two. Biases, the
-      scales of norms, and a tower's class token and probe are always f32.
+    param_dtype: dtype of the loaded weights: bfloat16, float16 or float32.
+      Biases, the scales of norms, and a tower's class token and pooling query
+      (`probe`) are always f32.
 
   Returns:
     The model with the checkpoint's weights.
@@ -251,7 +251,7 @@ class _Parameter:
     tensors = [_place(tensor, self.sharding) for tensor in stored]
     i = None if layer is None else np.int32(layer)
     self.array, is_finite = self.update(self.array, i, *tensors)
-    # Reading `is_finite` waits for the devices. Otherwise the host would hold
+    # Reading `is_finite` waits for the devices, so that the host never holds
     # the tensors of several layers.
     if not is_finite:
       raise _not_finite(stored, self.dtype)

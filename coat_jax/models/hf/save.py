@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saves models as checkpoints that transformers reads.
 
-Devices cast and unpack the parameters. The host holds one parameter of one
-layer at a time.
+Devices cast the parameters and split them into tensors. The host holds one
+parameter of one layer at a time.
 """
 
 import functools
@@ -51,7 +51,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def carry(source: Path, target: Path, *others: str) -> None:
-  """Copies the files of `CARRIED` and `others` that exist in `source`."""
+  """Copies the files named in `CARRIED` and `others`, if `source` has them."""
   for name in (*CARRIED, *others):
     if (source / name).is_file():
       shutil.copyfile(source / name, target / name)
@@ -79,27 +79,27 @@ def save_hf(
     model: a model of a class that `load_hf` loads, on one device or on a mesh
       of this process.
     folder: the folder to create.
-    like: a folder whose config.json describes this model, or None. We copy its
-      tokenizer files, generation settings, image processor settings, and those
-      keys of its config.json that the model's shape does not determine.
-    dtype: dtype of the tensors: float32, bfloat16 or float16; None for the
-      dtype of `like` or, without `like`, the dtype of the model's weights.
+    like: a folder whose config.json describes this model, or None. We copy the
+      folder's tokenizer files, generation settings, image processor settings,
+      and those keys of config.json that the model's shape does not determine.
+    dtype: dtype of the tensors: float32, bfloat16 or float16. None for the
+      dtype of `like` or, if `like` is None, of the model's weights.
     max_length: the context length with which a Decoder was trained, written to
       config.json unless `like` states one. Ignored if the model's config has
       `max_positions`.
-    labels: the names of a VisionTower's classes; None for the names in `like`
-      or, if there are none, LABEL_0, LABEL_1 and so on.
-    max_shard_size: largest size of the tensors in one file, in bytes. A larger
-      model is split into several files with an index. One layer's part of a
-      parameter is never split.
+    labels: the names of a VisionTower's classes. None for the names in `like`
+      or, if `like` has no names, LABEL_0, LABEL_1 and so on.
+    max_shard_size: largest total size of the tensors in one file, in bytes. A
+      larger model is split into several files with an index. The tensors of one
+      parameter of one layer are always in the same file.
 
   Raises:
     TypeError: an argument has the wrong type.
     ValueError: an option is outside its range, or does not apply to the class
       of the model; the folder exists; FOLDER.unfinished exists, because another
       process is writing the folder or was killed while writing it; `like`
-      belongs to another model; transformers has no such model; labels are not
-      unique, or not one per class; or a weight is not finite in `dtype` (in
+      describes another model; config.json cannot describe the model; labels are
+      not unique, or not one per class; or a weight is not finite in `dtype` (in
       float16, weights above 65504 are infinite).
     OSError: the checkpoint cannot be written; no part of it is left behind.
   """

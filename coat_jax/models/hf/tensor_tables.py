@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Maps each family's parameters to tensor names of Hugging Face checkpoints.
 
-A table maps a module, such as `layers/mlp/down`, to the prefix of its tensors'
-names; `.weight` or `.bias` is appended. It maps a single parameter, such as
-`embedding`, to the full name of its tensor. If a parameter combines several
-tensors, a tuple lists them. `{i}` stands for the index of the layer, and `{e}`
-for the index of the expert. A model need not use all entries of its table.
+A table has two kinds of keys:
+
+  - a module, such as `layers/mlp/down`: the value is a tensor's name without
+    the ending `.weight` or `.bias`
+  - a parameter, such as `embedding`: the value is the full name of its tensor
+
+If a parameter combines several tensors, the value is a tuple of names. `{i}`
+stands for the index of the layer, and `{e}` for the index of the expert. A
+model need not use all entries of its table.
 """
 
 from collections.abc import Callable
@@ -31,7 +35,7 @@ _LLAMA: Table = {
 _NORMS_OF_QK: Table = {
   f"layers/attention/{x}_norm": f"{_LAYER}self_attn.{x}_norm" for x in "qk"
 }
-# OLMo 2 has norms after attention and MLP; Gemma also has norms before them.
+# OLMo 2 has norms only after attention and the MLP, Gemma before and after.
 _POST_NORMS: Table = {
   "layers/attention/post_norm": _LAYER + "post_attention_layernorm",
   "layers/mlp/post_norm": _LAYER + "post_feedforward_layernorm",
@@ -135,8 +139,8 @@ TENSORS: dict[str, Table | Callable[[Any], Table]] = {
 # Families whose checkpoints store weights as [inputs, outputs], as we do. All
 # others store [outputs, inputs].
 INPUTS_FIRST = {"gpt2"}
-# Shapes of tensors that have more axes than their parameters; a string is the
-# name of an attribute of the configuration.
+# Shapes of tensors that have more axes than their parameters. A string names an
+# attribute of the configuration.
 type Shapes = dict[str, tuple[int | str, ...]]
 _IMAGE = ("d_model", "num_channels", "patch_size", "patch_size")
 _PATCHES: Shapes = {"patches/linear/kernel": _IMAGE}
@@ -158,6 +162,6 @@ PREFIXES = {
   "clip_vision": "vision_model.",
   "siglip_vision": "vision_model.",
 }
-# Buffers in old checkpoints that follow from the configuration: Llama's RoPE
-# frequencies, and GPT-2's causal masks.
+# Endings of the names of buffers in old checkpoints: Llama's RoPE frequencies
+# and GPT-2's causal masks, which follow from the configuration.
 IGNORED_ENDS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")

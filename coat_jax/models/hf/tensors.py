@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lists each parameter's tensors, and converts between parameters and tensors.
 
-A parameter is cut into matrices (`MatrixSplit`). A checkpoint stores each
-matrix as a tensor, usually transposed as in PyTorch, or concatenates all
-matrices of the parameter into one tensor. Conversion only moves values, so it
-is exact in every dtype.
+A parameter may contain several matrices, such as those of q, k and v
+(`MatrixSplit`). A checkpoint stores each matrix as a tensor, or concatenates
+all matrices of the parameter into one tensor. Tensors are usually transposed,
+as in PyTorch. Conversion only moves values, so it is exact in every dtype.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -36,7 +36,7 @@ from coat_jax.optimizer.matrices import (
   split_matrices,
 )
 
-# Ends of tensor names.
+# The ends of tensors' names, by the last name in a parameter's path.
 _ENDS = {"kernel": ".weight", "scale": ".weight", "bias": ".bias"}
 _TRANSPOSED = ("matrix", "output", "router")
 
@@ -86,7 +86,7 @@ class Layout(NamedTuple):
     return join_matrices(tensors, split, shape)
 
   def unpack(self, x: Array, split: MatrixSplit | None) -> list[Array]:
-    """Inverts `pack`."""
+    """Makes a parameter's tensors from the parameter x; inverts `pack`."""
     found = [x] if split is None else split_matrices(x, split)
     if len(self.names) == 1 and not self.is_of_experts:
       found = [jnp.concatenate(found, axis=-1)]
@@ -140,7 +140,8 @@ class Section(NamedTuple):
   def foreign(self, names: Collection[str]) -> set[str]:
     """Selects the tensors to skip: in CLIP and SigLIP, those outside the tower.
 
-    No tensors are skipped in other families, or if none has the tower's prefix.
+    No tensors are skipped in other families, or if no tensor has the tower's
+    prefix.
     """
     if self.family is None or CONFIGS[self.family].whole is None:
       return set()
@@ -151,7 +152,7 @@ class Section(NamedTuple):
     return {name for name in here if not name.startswith(own)}
 
   def layout(self, path: str) -> Layout:
-    """Looks up how a parameter is stored; `path` excludes `self.path`."""
+    """Looks up how a parameter is stored; `path` is relative to the section."""
     found = TENSORS[self.family] if self.family else PROJECTOR
     table: Table = found(self.config) if callable(found) else found
     module, _, own = path.rpartition("/")
@@ -173,7 +174,7 @@ class Section(NamedTuple):
     return Layout(names, is_transposed, shape)
 
   def parts(self, params: Any) -> Iterator[Part]:
-    """Yields the section's parts, layer by layer, from the model's `params`."""
+    """Yields the section's `Part`s, layer by layer; `params` is the model's."""
     config = self.config
     num_experts: Any = getattr(config, "num_experts", None)
     if self.path:
@@ -215,6 +216,6 @@ def sections(config: AnyConfig) -> tuple[Section, ...]:
 
 
 def parts(config: AnyConfig, params: Any) -> Iterator[Part]:
-  """Yields the parts of a model, layer by layer, from its parameters."""
+  """Yields the `Part`s of a model, layer by layer, from its parameters."""
   for section in sections(config):
     yield from section.parts(params)

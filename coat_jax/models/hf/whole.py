@@ -2,9 +2,9 @@
 """Writes a folder completely or not at all.
 
 FOLDER is written inside FOLDER.unfinished and moved out at the end. If writing
-fails, FOLDER.unfinished is removed. Only a killed process leaves it behind. In
-that case, the next writer raises an error instead of removing it, because
-another process might still be writing there.
+fails, FOLDER.unfinished is removed. A process that is killed leaves
+FOLDER.unfinished behind. The next writer then raises an error instead of
+removing it, because another process might still be writing there.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def written_whole(folder: str | Path) -> Iterator[Path]:
-  """Yields a path to write the folder to; moves the folder at the end."""
+  """Yields a temporary path to write to; moves it to `folder` at the end."""
   folder = Path(folder)
   # Resolve ".." first: for "a/../folder", mkdir would create "a" too.
   folder = folder.parent.resolve() / folder.name

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shape of a vision tower, and the choices of each family of towers."""
+"""The shape of a vision tower, and the architecture of each tower family."""
 
 import dataclasses
 from typing import Annotated, Any, Literal
@@ -11,17 +11,17 @@ from coat_jax.ops import Activation, NormKind
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VisionFamily(Family):
-  """The choices that all towers of a family share.
+  """The architecture that all towers of a family share.
 
   Attributes:
     has_class_token: whether a learned token comes before the patches.
     patch_bias: whether the projection of patches has a bias.
     norms_input: whether there is a norm before the first layer.
     norms_output: whether the last norm is applied to the hidden states that a
-      tower returns; if not, it is applied only before pooling.
-    pool: how hidden states become one vector. `"class"` projects the class
-      token, possibly to class logits; `"attention"` lets a learned query attend
-      to all tokens; None returns the normalized class token.
+      tower returns. If False, the norm is applied only before pooling.
+    pool: how hidden states become one vector. "class" projects the class token,
+      to logits if the tower has classes. "attention" lets a learned query
+      attend to all tokens. None returns the normalized class token.
   """
 
   norm: NormKind = "layer"
@@ -115,7 +115,7 @@ class VisionConfig:
 
   @property
   def choices(self) -> VisionFamily:
-    """The choices of the family."""
+    """The family's entry in `VISION_FAMILIES`."""
     return VISION_FAMILIES[self.family]
 
   @property

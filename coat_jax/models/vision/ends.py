@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ends of a vision tower, in BF16: patch embedding and pooling."""
+"""The patch embedding and the pooling of a vision tower, in BF16."""
 
 import jax.numpy as jnp
 from flax import nnx
@@ -14,8 +14,9 @@ from coat_jax.models.vision.config import VisionConfig
 class PatchEmbedding(nnx.Module):
   """Embeds the patches of images, prepends the class token, and adds positions.
 
-  `linear` has a kernel [C P P, D]; a patch's pixels are ordered by channel, row
-  and column. The class token, if any, uses row 0 of `position_embed` [N, D].
+  The kernel of `linear` is [C P P, D], for patches of P x P pixels and C
+  channels. If there is a class token, row 0 of `position_embed` [N, D] is its
+  position embedding.
   """
 
   def __init__(self, config: VisionConfig, start: Start):
@@ -61,7 +62,7 @@ def patches(images: Array, size: int) -> Array:
 class ClassPool(nnx.Module):
   """Projects ViT's class token to logits.
 
-  Without classes, computes a pooled state: tanh of the projection.
+  If the tower has no classes, computes the tanh of the projection instead.
   """
 
   def __init__(self, config: VisionConfig, start: Start):
@@ -76,7 +77,7 @@ class ClassPool(nnx.Module):
 
 
 class AttentionPool(nnx.Module):
-  """SigLIP's pooling: a learned query that attends to all tokens, and an MLP.
+  """SigLIP's pooling: a learned query attends to all tokens; an MLP follows.
 
   The columns of `qkv` are q of all heads, then k, then v.
   """

@@ -2,7 +2,7 @@
 """A vision tower for several families, made of COAT's blocks.
 
 As in a decoder, everything outside the layers stays in BF16: the patch
-projection, the outer norms, and pooling.
+projection, the norms before and after the layers, and pooling.
 """
 
 import jax
@@ -91,7 +91,8 @@ class VisionTower(nnx.Module):
 
     Returns:
       Logits f32 [B, classes] if the tower has classes; otherwise hidden states
-      [B, N, D] in `dtype`. In CLIP, the last norm is not applied to them.
+      [B, N, D] in `dtype`, with N = `config.num_tokens`. In CLIP, these are
+      the states before the last norm.
     """
     if self.config.num_classes is not None:
       return self.pooled(pixel_values).astype(jnp.float32)
