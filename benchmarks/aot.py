@@ -142,7 +142,7 @@ def lower_for(
 
 
 def temporary_bytes(compiled: jax.stages.Compiled) -> int:
-  """Returns the temporary bytes per device, without arguments and results."""
+  """Returns the temporary bytes per device, excluding arguments and results."""
   return compiled.memory_analysis().temp_size_in_bytes
 
 

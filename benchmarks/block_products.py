@@ -15,7 +15,7 @@ implementations:
                     tile of `coat_jax.pallas.mosaic.block_product.TILES`
   xla               FP8 with block scales in plain JAX, only without a GPU
 
-A row contains milliseconds and TFLOP/s. With block scales, it also contains
+A row contains milliseconds and TFLOP/s. Rows for block scales also contain
 `error`, the RMS difference from plain JAX's f32 result, relative to the RMS of
 that result. Rounding to BF16 alone causes an error of 0.0017.
 """
@@ -36,9 +36,9 @@ from coat_jax.ops.linear import in_columns, in_rows
 from coat_jax.pallas.mosaic import block_product
 from train.presets import PRESETS
 
-# For each matmul: its two operands, out of x [tokens, d], w [d, f] and the
-# output's gradient g [tokens, f]; the FP8 layout of each operand; the
-# contracted axis of each BF16 operand; and the result's dtype.
+# Maps each matmul to (operands, FP8 layouts, contracted axes in BF16, dtype of
+# the result). The operands are x [tokens, d], w [d, f], and g [tokens, f], the
+# gradient of the output.
 PRODUCTS = {
   "linear_fwd": ("xw", (in_rows, in_columns), (1, 0), jnp.bfloat16),
   "linear_dgrad": ("gw", (in_rows, in_rows), (1, 1), jnp.bfloat16),

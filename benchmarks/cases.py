@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Defines classes for the cases of `benchmarks.ops` and for sizes of layers.
+"""Defines classes for benchmark cases (`benchmarks.ops`) and layer sizes.
 
 A case calls an operation with arguments like those that a layer passes.
 `tests/ops/test_conformance.py` tests the operations with the same cases.
@@ -24,9 +24,9 @@ from coat_jax.ops import Operand
 class Sizes:
   """The sizes of a layer, by default of Llama-2-7B.
 
-  Experts are as wide as the MLP. Activations, gradients and the parameters of
-  norms have dtype `dtype`. `elementwise_cases` quantizes a matrix of shape
-  `quantized`, with groups of each size in `group_sizes`.
+  An MLP and each expert have width `d_ff`. Activations, gradients and the
+  parameters of norms have dtype `dtype`. `elementwise_cases` quantizes a matrix
+  of shape `quantized`, once for each group size in `group_sizes`.
   """
 
   batch: int = 4
@@ -55,7 +55,7 @@ class Sizes:
 
   @property
   def kv_heads(self) -> int:
-    """The number of key heads."""
+    """The number of key and value heads."""
     return self.num_kv_heads or self.num_heads
 
   @property
@@ -71,7 +71,7 @@ class Sizes:
 
   @property
   def grouped_bytes(self) -> float:
-    """The number of bytes per FP8 value, including its share of a scale."""
+    """The bytes per FP8 value, including its share of a group's BF16 scale."""
     return 1 + 2 / self.group_size
 
   def normal(self, *shape: int, seed: int = 0) -> Array:
@@ -100,9 +100,9 @@ UNEVEN = Sizes(
   quantized=(48, 672),
   group_sizes=(32,),
 )
-# No kernel supports the cases with these sizes. In three cases, the reason is
-# the dtype: the kernel of `grouped_wgrad` does not support f32, and those of
-# `quantize_rows` and `quantize_experts` do not support E5M2.
+# No kernel supports a case with these sizes. Most kernels do not support the
+# shapes. Three kernels do not support the dtype: f32 in `grouped_wgrad`, and
+# E5M2 in `quantize_rows` and `quantize_experts`.
 ODD = Sizes(
   batch=1,
   seq=3,
@@ -183,6 +183,6 @@ def _grouped(x: Array, group_size: int) -> QTensor:
 
 @functools.partial(jax.jit, static_argnames="dtype")
 def operand(x: Array, dtype: DTypeLike = E4M3) -> Operand:
-  """Quantizes a matrix to an FP8 operand in both layouts."""
+  """Quantizes a matrix to an FP8 operand, in rows and in columns."""
   how = dict(layout="both", implementation="xla")
   return ops.quantize_tensor(x, scaling=ops.PerTensor(dtype), **how)

@@ -2,10 +2,10 @@
 """Lists the memory-bound cases of `benchmarks.ops`, except those of MoE layers.
 
 `num_bytes` counts the bytes of the matrices that an operation must read and
-write, but not the bytes of vectors. Some operations must find their result's
-scale before they can write the result: `quantize_tensor` without a scale reads
-its input twice, and `activation_bwd_operands` reads dy twice. These bytes count
-twice.
+write, but not the bytes of vectors. An input counts twice if the operation must
+read it twice: first to compute the result's scale, then to compute the result.
+Examples are `quantize_tensor` without a given scale, and dy in
+`activation_bwd_operands`.
 """
 
 import functools
@@ -52,8 +52,8 @@ def _quantize(sizes):
   yield of_op(
     ops.tensor_scale, shape, x, lambda op, x: op(x), num_bytes=read * size
   )
-  # With the sizes `ODD`, tests need a case that no kernel supports. The kernel
-  # of `quantize_rows` supports all widths, but not E5M2. So use E5M2 there.
+  # Tests assume that no kernel supports a case with the sizes `ODD`. The kernel
+  # of `quantize_rows` supports all widths, but not E5M2, so `ODD` uses E5M2.
   dtype = E5M2 if sizes.quantized[1] % 16 else E4M3
   yield of_op(
     ops.quantize_rows,
@@ -80,7 +80,7 @@ def _quantize(sizes):
 
 
 def _blocks(sizes):
-  """Lists cases with a scale per block of 128 values or 128 x 128 tile."""
+  """Lists cases with a scale per block of 128 values or per 128 x 128 tile."""
   shape = dict(zip(("rows", "columns"), sizes.quantized, strict=True))
   size, read = math.prod(sizes.quantized), sizes.value_bytes
   x = lambda: (sizes.normal(*sizes.quantized),)  # noqa: E731
@@ -147,8 +147,7 @@ def _norm(sizes):
   has_mean = kind == "layer"
 
   def x(seed=0):
-    # With values far from zero, a mean or variance is visibly wrong if a kernel
-    # includes values of other rows.
+    # Shift the values, so that a wrong mean or variance has a visible effect.
     return sizes.normal(t, d, seed=seed) + (7 if has_mean else 0)
 
   def parameters():
@@ -215,8 +214,8 @@ def _rope(sizes):
     lambda op, *args: op(*args),
     num_bytes=cost,
   )
-  # Gradients are read twice. Each value is written as one byte in each of two
-  # layouts. The angles are not counted.
+  # Gradients are read twice. Each value is written twice, in rows and in
+  # columns, with one byte each. The angles are not counted.
   yield of_op(
     ops.join_heads_operand,
     shape,
@@ -228,7 +227,7 @@ def _rope(sizes):
 
 
 def _still_heads(sizes, shape, heads):
-  """Lists cases without RoPE; one also computes the gradient of a bias."""
+  """Lists cases without RoPE; one case also computes a bias's gradient."""
   b, t, n, h = sizes.heads
   k, read = sizes.kv_heads, sizes.value_bytes
   size, shape = b * t * (n + 2 * k) * h, shape | dict(rotated=False)

@@ -15,11 +15,12 @@ model, weight matrix, routing, matmul and implementation. Implementations:
   mosaic_bf16       BF16, computed by the same kernel
   xla               FP8 in plain JAX, only without a GPU
 
-Rows of fwd and dgrad contain the tile of a kernel, one of
-`coat_jax.pallas.mosaic.grouped_product.TILES`. The kernels have rows for wgrad
-with gradients in f32 and in BF16 (`dtype`); XLA's are in f32.
+The Mosaic kernel runs fwd and dgrad with each `tile` (a key of
+`coat_jax.pallas.mosaic.grouped_product.TILES`), and wgrad with each `dtype` of
+the weights' gradient (f32 and BF16). Other implementations compute this
+gradient in f32.
 
-A row contains milliseconds and TFLOP/s. For FP8, it also contains `error`, the
+A row contains milliseconds and TFLOP/s. Rows for FP8 also contain `error`, the
 RMS difference from plain JAX's f32 result, relative to the RMS of that result.
 Rounding to BF16 alone causes an error of 0.0017. If plain JAX runs out of
 memory, `error` is missing.
@@ -63,8 +64,8 @@ MODELS = {
   "mixtral_8x7b": Shape(4096, 14336, 8, 2),
   "demo_moe": Shape(128, 192, 8, 2),
 }
-# The two operands of each matmul: two of x [rows, d], w [experts, d, f] and the
-# output's gradient g [rows, f].
+# The two operands of each matmul. Operands are x [rows, d], w [experts, d, f],
+# and g [rows, f], the gradient of the output.
 PRODUCTS = {"fwd": "xw", "dgrad": "gw", "wgrad": "xg"}
 MATRICES = "gate_up", "down"
 ROUTINGS = "uniform", "skewed"
@@ -72,10 +73,10 @@ IMPLEMENTATIONS = "bf16", "mosaic_bf16", "mosaic", "xla"
 
 
 def sizes_of(routing: str, rows: int, experts: int) -> np.ndarray:
-  """Samples each expert's number of rows, with a fixed seed.
+  """Samples how many of the input's rows each expert gets, with a fixed seed.
 
-  With "skewed" routing, experts are ranked at random. A row goes to the expert
-  of rank r with a probability proportional to 1 / r, but never to the last one.
+  With "skewed" routing, experts are ranked at random. The expert of rank r gets
+  a row with a probability proportional to 1 / r; the last expert gets no rows.
   """
   share = np.ones(experts)
   if routing == "skewed":
@@ -86,7 +87,7 @@ def sizes_of(routing: str, rows: int, experts: int) -> np.ndarray:
 
 
 def arrays(rows: int, d: int, f: int, sizes) -> tuple[dict, dict]:
-  """Samples x, w and g in BF16, and quantizes them to FP8 in both layouts."""
+  """Samples the operands of `PRODUCTS` in BF16, and quantizes them to FP8."""
   make = Sizes().normal
   plain = dict(x=make(rows, d), g=make(rows, f, seed=1))
   plain["w"] = make(len(sizes), d, f, seed=2)

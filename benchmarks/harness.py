@@ -9,9 +9,8 @@ device. Progress is printed to standard error.
 next call, so a group is timed from the dispatch of its first call to the end of
 its last call. Dispatching a short call may take longer than running it. So if
 calls on a GPU take less than half a millisecond, the profiler times their
-kernels instead.
-Consecutive calls get different copies of small arguments, which would otherwise
-stay in the L2 cache.
+kernels instead. Small arguments would stay in the L2 cache, so consecutive
+calls get different copies of them.
 """
 
 import dataclasses
@@ -100,10 +99,9 @@ def copy_bandwidth(num_bytes: int = 2**30, *, repeats: int = 20) -> float:
 
 
 def matmul_ceiling(size: int = 8192, *, repeats: int = 20) -> dict[str, float]:
-  """Measures the TFLOP/s of large square matmuls in the fastest layout.
+  """Measures the TFLOP/s of large square matmuls.
 
-  The keys of the result are "bf16" and "fp8", which is E4M3 with XLA's fast
-  accumulation.
+  Returns the rates of "bf16" and of "fp8" (E4M3 with XLA's fast accumulation).
   """
   algorithm = None
   if jax.default_backend() == "gpu":
@@ -260,7 +258,7 @@ def error_of(actual, expected) -> float:
 def measured_rows(
   bench: str, case: dict, candidates, reference, exact, *, flops: int, options
 ) -> Iterator[dict]:
-  """Measures each chosen implementation of a matmul that runs on this device.
+  """Measures the chosen implementations of a matmul that this device can run.
 
   Prints and yields a row for each. `candidates` yields a row's labels, the
   function to time, and its arguments. If `exact` is given and the function's

@@ -11,8 +11,8 @@ H200 (`benchmarks.aot`) and disassembled. A thread of the kernel processes 8
 values. The kernel has no loops and no branches, so each instruction in the
 listing is executed once.
 
-The command prints a JSON row, `optimizer.instructions`, for each codec,
-rounding and format of weights:
+The command prints a JSON row, `optimizer.instructions`, for each combination of
+codec, rounding and weight format:
 
   instructions  number of instructions per value
   by_kind       number of instructions per value, for each kind in `KINDS`
@@ -22,10 +22,9 @@ rounding and format of weights:
                 with this number of registers per thread
   clocks        number of clocks that each pipe needs to process one value per
                 thread of a warp; `issue` is the number of clocks needed to
-                issue the instructions. These numbers follow from the
-                throughputs that NVIDIA's CUDA C++ Programming Guide lists for
-                compute capability 9.0.
-                The largest number is a lower bound for the time.
+                issue the instructions. The largest number is a lower bound on
+                the time. The numbers follow from the throughputs in NVIDIA's
+                CUDA C++ Programming Guide for compute capability 9.0.
 """
 
 import argparse
@@ -50,9 +49,9 @@ from coat_jax.pallas.mosaic import words
 VALUES = 8  # Number of values per thread; see `pallas.mosaic.registers`.
 SHAPE = (64, 1024)
 
-# For each kind of instruction: the number of clocks that a quarter of a
-# multiprocessor needs to execute one instruction of a warp, and prefixes of
-# opcodes. An instruction belongs to the first kind with a matching prefix.
+# Maps each kind of instruction to (clocks, opcode prefixes). A quarter of a
+# multiprocessor needs this number of clocks to execute one instruction of a
+# warp. An instruction belongs to the first kind with a matching prefix.
 KINDS = {
   "special": (8, ("MUFU", "F2I", "I2F.", "F2F", "FRND", "POPC", "FLO")),
   "shuffle": (4, ("SHFL",)),

@@ -11,13 +11,15 @@ The command prints JSON rows. U stands for 2 * d_model bytes per token, which is
 the size of the residual stream in BF16.
 
 layer.time: milliseconds and TFLOP/s. Each variant has two rows: one for the
-forward pass (`mode` forward), and one for forward and backward (`mode` full),
-including the gradients of both the weights and the input. FLOPs include
-matmuls and attention (causal in a decoder), but not the second forward pass of
-a checkpoint. `temporary_bytes` is the memory that the compiled program needs in
-addition to its arguments and results. `remembered_units`, only in mode full and
-without a checkpoint, is the size of the arrays saved for the backward pass, in
-U.
+forward pass (`mode` forward), and one for the forward and backward pass (`mode`
+full), which computes the gradients of the weights and the input. FLOPs count
+matmuls and attention (causal in a decoder), but not a checkpoint's second
+forward pass. Rows also contain:
+
+  temporary_bytes   memory that the compiled program needs in addition to its
+                    arguments and results
+  remembered_units  size of the arrays saved for the backward pass, in U; only
+                    in mode full and without a checkpoint
 
 layer.scan, with --scan-memory: the temporary memory that each additional layer
 of a scan adds, in U. This is the memory of 16 layers minus the memory of 8
@@ -29,13 +31,12 @@ their quantization.
 
 --preset selects a decoder layer (`train.presets`) or a layer of a vision tower:
 siglip_so400m (384 pixels, 729 tokens per image) or clip_l (336 pixels, 577
-tokens per image). If a model alternates between two kinds of layers
-(gemma2_2b), there are rows for a layer with a sliding window and for a layer
-without one (`kind`).
+tokens per image). If a model alternates between layers with and without a
+sliding window (gemma2_2b), each `kind` of layer has its own rows.
 
 --compile-only compiles everything without running it, by default for an H200.
-Pass another GPU (`benchmarks.aot`) or a TPU topology (`benchmarks.tpu`) as the
-value of the option.
+Its value may be another GPU (`benchmarks.aot`) or a TPU topology
+(`benchmarks.tpu`).
 """
 
 import argparse
@@ -73,7 +74,7 @@ CHECKPOINTS = {
   "names": _policies.save_only_these_names(*RESIDUAL_NAMES),
   "fp8": block_inputs_saveable,
 }
-# SigLIP-so400m and CLIP-L with patches of 14 pixels.
+# SigLIP-so400m and CLIP-L with patches of 14 x 14 pixels.
 TOWERS = {
   "siglip_so400m": VisionConfig(
     family="siglip_vision",
@@ -189,7 +190,7 @@ class Layer:
     self.graph, self.params = nnx.split(layer, nnx.Param)
 
   def forward(self, params, x, codes=None):
-    """Runs the layer on x [B, T, D]; `codes` come from `weight_codes`."""
+    """Runs the layer on x [batch, seq, d]; `codes` come from `weight_codes`."""
     graph, state = self._cached(params)
     if codes is not None:
       state = nnx.merge_state(params, codes)
@@ -233,7 +234,7 @@ def with_gradients(forward: Callable) -> Callable:
 
 
 def make_arrays(layer: Layer, config: Config, shape, dtype):
-  """Creates random parameters in `dtype`, and random x and dy [B, T, D]."""
+  """Creates random parameters in `dtype`, and random x and dy in BF16."""
   params = nnx.state(make_layer(config, layer.recipe), nnx.Param)
   keys = jax.random.split(jax.random.key(1))
   x, dy = (jax.random.normal(key, shape, jnp.bfloat16) for key in keys)
@@ -241,7 +242,7 @@ def make_arrays(layer: Layer, config: Config, shape, dtype):
 
 
 def make_specs(layer: Layer, shape, dtype, layers: int | None = None):
-  """Returns `make_arrays`'s shapes; with `layers`, parameters are stacked."""
+  """Returns `make_arrays`'s shapes; for a scan, pass the number of `layers`."""
   stack = () if layers is None else (layers,)
   params = jax.tree.map(
     lambda p: jax.ShapeDtypeStruct((*stack, *p.shape), dtype), layer.params

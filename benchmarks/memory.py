@@ -8,23 +8,22 @@
 No GPU is needed. Each command prints JSON rows:
 
 memory.residuals: the bytes per token that one decoder layer saves for its
-backward pass, by kind. `units` is the total of these bytes divided by
-U = 2 * d_model, the bytes per token of the residual stream in BF16. We count
-the arrays that `jax.vjp` of the layer saves (`train.memory.count`). With the
-`bf16` recipe, XLA may save slightly less than JAX's autodiff. For comparison,
-rows also contain these numbers, in U:
+backward pass, for each kind of array (`train.memory.count`). We count the
+arrays that `jax.vjp` of the layer saves. With the `bf16` recipe, XLA may save
+slightly less. `units` is the total in units of U = 2 * d_model, the bytes per
+token of the residual stream in BF16. For comparison, rows also contain these
+numbers, in U:
 
   paper_units      the number in Table 2 of arXiv:2410.19313, which assumes
                    d_ff = 8/3 * d_model and does not count scales; for
                    fp8_linear, the table's number for TransformerEngine
   reference_units  only for the `coat` recipe: our count, including scales, of
                    what the COAT authors' code saves for a Llama layer of these
-                   sizes; once with a second copy of q and k for RoPE, as in
-                   the paper, and once without this copy
+                   sizes. `with_rope` counts a second copy of q and k for RoPE,
+                   as the paper does; `without_rope` does not.
 
-memory.state: for each codec, the bytes of parameters (f32 or BF16), gradients
-and the optimizer's state, divided by the number of parameters. The bytes are
-computed from the arrays' shapes.
+memory.state: for each codec, the bytes per parameter of the parameters (f32 or
+BF16), the gradients and the optimizer's state, computed from shapes.
 
 memory.plan: the memory of whole training steps compiled for H200s; see
 `benchmarks.planned`. Some steps take minutes to compile.
@@ -58,7 +57,7 @@ CODECS = {name: codecs.build(name) for name in codecs.names()}
 
 
 def reference_bytes(config: ModelConfig) -> int:
-  """Counts the bytes per token of `reference_units`, without RoPE's copy."""
+  """Counts the bytes per token of `without_rope` in `reference_units`."""
   d, f, h = config.d_model, config.d_ff, config.head_width
   n, kv = config.num_heads, config.num_kv_heads
   # For each of two norms: input, scales, an f32 statistic, and output.

@@ -7,10 +7,12 @@
 
 A row contains the milliseconds per call and a rate: TFLOP/s for matmuls, GB/s
 for other operations. FLOPs count matmuls only. Bytes are the fewest bytes that
-a call must read and write (`benchmarks.*_cases`). `share_of_ceiling` is the
-rate divided by this device's best rate for a large matmul in FP8, for one in
-BF16, or for copying 1 GiB. The command measures these three rates first, and
-prints them as the row `ops.ceilings`. Without a GPU, kernels are skipped.
+a call must read and write (`benchmarks.*_cases`).
+
+The command first measures this device's rates for a large FP8 matmul, a large
+BF16 matmul, and a copy of 1 GiB. It prints them as the row `ops.ceilings`. The
+`ceiling` of an operation is one of these rates, and `share_of_ceiling` is the
+operation's rate divided by its ceiling. Without a GPU, kernels are skipped.
 
 With `--compare NAME`, the results of each implementation are compared with the
 results of implementation NAME. Each row then contains two lists with one number
@@ -105,9 +107,10 @@ def run(
   repeats: int,
   other: str | None = None,
 ) -> dict:
-  """Measures a case, compares it with `other` if given, and prints its row.
+  """Measures an implementation of a case, and prints its row.
 
-  `found` is the result of `ceilings`.
+  If `other` is given, also compares the results with those of implementation
+  `other`. `found` is the result of `ceilings`.
   """
   fn = functools.partial(case.run, implementation)
   timing = measure(fn, *case.arrays(), repeats=repeats)

@@ -5,19 +5,19 @@
     [--codecs coat log8] [--weights float32 bfloat16 bfloat16_low8]
     [--optimizer coat_lion] [--implementations mosaic]
 
-The command prints JSON rows, `optimizer`: one for optax.adamw (or optax.lion)
-with each dtype of weights, and one for the fused step with each combination of
-codec, rounding, format of weights and implementation. --codecs also accepts
-your own codec as package.module:function.
+The command prints JSON rows, `optimizer`: for optax.adamw (or optax.lion), a
+row per weight dtype; for the fused step, a row per combination of codec,
+rounding, weight format and implementation. --codecs also accepts your own codec
+as package.module:function.
 
 By default, the leaf is an array of 16384 x 16384 = 2^28 weights. Gradients have
 the weights' dtype. With the format bfloat16_low8, weights are BF16, and the
 state stores 8 more bits of each weight (`low_bits`).
 
-A row contains the time per step. A step must read and write the weights and the
-state, and read the gradient; `gbps` is the number of these bytes divided by the
-time. `ceiling_share` is `gbps` divided by the rate at which this device reads
-and writes 1 GiB.
+A row contains the time per step. `gbps` is the number of bytes that a step must
+read and write, divided by this time: the weights and the state count twice, the
+gradient once. `ceiling_share` is `gbps` divided by the rate at which this
+device reads and writes 1 GiB.
 """
 
 import argparse
@@ -37,8 +37,8 @@ OPTIMIZERS: dict[str, tuple[Callable, Callable]] = {
   "coat_adamw": (fused_coat_adamw, optax.adamw),
   "coat_lion": (fused_coat_lion, optax.lion),
 }
-# For each format of weights: the dtype of weights and gradients, and whether
-# the state stores 8 more bits of each weight.
+# For each weight format: the dtype of weights and gradients, and whether the
+# state stores 8 more bits of each weight.
 WEIGHTS = {
   "float32": (jnp.float32, False),
   "bfloat16": (jnp.bfloat16, False),

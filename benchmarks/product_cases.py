@@ -95,8 +95,7 @@ def _grouped(sizes):
   e = sizes.num_experts
   shapes = {"x": (t, d), "w": (e, d, f), "g": (t, f)}
   shape = dict(experts=e, rows=t, in_features=d, out_features=f)
-  # The number of rows of expert i is proportional to i, so all experts have
-  # different numbers of rows, and expert 0 has none.
+  # Expert i gets a number of rows proportional to i, so expert 0 gets none.
   ends = [t * i * (i + 1) // (e * (e - 1)) for i in range(e)]
   counts = [b - a for a, b in zip([0, *ends], ends, strict=False)]
   for op, a, b in (
@@ -231,7 +230,7 @@ def _attention(sizes):
 
 
 def _attention_of(sizes, kind, documents=None):
-  """Lists the cases of `kind`; `documents` counts documents per sequence."""
+  """Lists the cases of `kind`, with `documents` documents in each sequence."""
   b, t, n, h = sizes.heads
   shape = dict(batch=b, seq=t, num_heads=n, head_dim=h, causal=True)
   if kind.window is not None:

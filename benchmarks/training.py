@@ -7,12 +7,13 @@
 The command trains a preset from random weights, with the training step of
 `train.pretrain`. A step has `--accumulate` microbatches of `--batch` sequences
 per GPU, or per group of GPUs along the mesh axis `tensor`. The data is the
-source code of Python's standard library, as bytes. For each variant, the
-command prints a JSON row, `training.step`, with milliseconds per step, tokens
-per second per GPU, and seconds for compiling and initializing. `peak_bytes` is
-the peak of allocated memory, on the GPU where this peak is highest.
-`compiled_peak_bytes` is the peak that the compiler predicted. Each variant runs
-in a separate process, because JAX cannot reset a GPU's peak.
+source code of Python's standard library, as bytes.
+
+For each variant, the command prints a JSON row, `training.step`, with
+milliseconds per step, tokens per second per GPU, and seconds for compiling and
+initializing. `peak_bytes` is the highest peak of allocated memory among the
+GPUs, and `compiled_peak_bytes` is the peak that the compiler predicted. Each
+variant runs in a separate process, because JAX cannot reset a GPU's peak.
 
 Use --layers to change the number of layers, for example to find the largest
 model that fits. Use --hbm to limit the memory of each GPU, for example to find

@@ -65,8 +65,8 @@ def configure(
   Moments are f32 if the recipe is bf16 or fp8_linear, and FP8 otherwise.
   `batch` is the number of sequences per device, or per group of devices along
   the mesh axis `tensor`. `options` take precedence over the variant's options.
-  They may include `optimizer`, `second`, and fields of `TrainConfig` that no
-  other argument sets.
+  They may include `optimizer`, `second` (an option of the codec), and fields of
+  `TrainConfig` that no other argument sets.
   """
   config = PRESETS[preset]()
   options = VARIANTS[variant] | options

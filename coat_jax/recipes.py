@@ -263,7 +263,7 @@ class CoatRecipe:
       >>> from coat_jax import recipes
       >>> print(recipes.bf16().describe())
       matmuls      BF16
-      other saved  BF16
+      also saved   BF16
       attention    q, k, v and output saved in BF16
     """
     values = jnp.dtype(self.formats.values).name
@@ -283,7 +283,7 @@ class CoatRecipe:
     if self.attention == "fp8":
       attention = f"output saved in BF16; q, k and v in {in_groups}"
     return (
-      f"matmuls      {matmuls}\nother saved  {others}\nattention    {attention}"
+      f"matmuls      {matmuls}\nalso saved   {others}\nattention    {attention}"
     )
 
   def for_evaluation(self) -> "CoatRecipe":

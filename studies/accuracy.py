@@ -9,16 +9,18 @@ The moments come from a small model (`studies.trained_moments`).
 accuracy.codecs: the error of one step. The trained moments m and v are encoded
 and decoded. The next gradient is sampled from N(m, v - m^2), the distribution
 that the moments describe. Then the Adam update with the decoded moments is
-compared with the exact update. `update_rms_error` is RMS(update - exact) /
-RMS(exact). `max_update` is the largest update, which is about 1 unless a v
-became zero. `zeroed_v` is the fraction of nonzero v that became zero.
+compared with the exact update. A row contains:
 
-accuracy.tracking: the drift over many steps. v of 16384 elements is encoded and
-decoded at each of 2000 steps. The magnitudes of gradients come from the trained
-v; halfway, the gradients of every other element shrink to a tenth. A row
-describes stored v / exact v at the end: the median, and the 10th and 90th
-percentiles, over the elements whose gradients shrank. Keys with the prefix
-`unchanged_` contain the same for all other elements.
+  update_rms_error  RMS(update - exact) / RMS(exact)
+  max_update        largest update, which is about 1 unless some v became zero
+  zeroed_v          fraction of the nonzero values of v that became zero
+
+accuracy.tracking: the drift over many steps. At each of 2000 steps, the v of
+16384 elements is encoded and decoded. The magnitudes of gradients come from the
+trained v. After half of the steps, the gradients of every second element shrink
+to a tenth. A row contains the median and the 10th and 90th percentiles of
+stored v / exact v at the end, over the elements whose gradients shrank. Keys
+with the prefix `unchanged_` cover the elements whose gradients did not shrink.
 """
 
 import argparse
@@ -80,8 +82,8 @@ def cases(names: Sequence[str] | None = None) -> list[Case]:
   """Lists codecs with each of their roundings.
 
   By default, these are all registered codecs, and log8 with rounding to
-  nearest, which the library does not offer. Factored moments are left out,
-  because they need whole matrices instead of groups.
+  nearest, which the library does not offer. Codecs with factored moments are
+  left out, because they need whole matrices instead of groups.
   """
   found = []
   for name in codecs.names() if names is None else names:
@@ -150,7 +152,7 @@ def update_errors(moments: Moments, stored: Moments) -> dict:
   """Compares the next Adam update from stored moments with the exact update.
 
   "error" and "exact" are sums of squares per group. "nonzero" is the number of
-  nonzero v, and "zeroed" is how many of them became zero.
+  nonzero values of v, and "zeroed" is how many of these values became zero.
   """
   spread = jnp.sqrt(jnp.maximum(moments.nu - moments.mu**2, 0))
   normal = jax.random.normal(jax.random.key(0), spread.shape)
@@ -174,7 +176,7 @@ def _adam(moments: Moments, gradient):
 
 
 def gradient_sizes(moments: Moments) -> jax.Array:
-  """Returns sqrt(v), [groups, 128], of 128 groups from the whole model."""
+  """Returns sqrt(v) of 128 groups from the whole model, [groups, 128]."""
   # Embeddings of bytes that do not occur have v = 0, so skip them.
   rows = moments.nu[jnp.all(moments.nu > 0, axis=-1)]
   index = np.linspace(0, len(rows) - 1, TRACKED_GROUPS).astype(int)
@@ -186,8 +188,8 @@ def track(codec: GroupCodec, sizes: jax.Array, b2, *, steps: int, every: int):
   """Encodes and decodes v at each step; gradients shrink halfway.
 
   `sizes` [groups, n] are standard deviations of gradients. Returns the ratio of
-  stored to exact v at the end, f32 [groups, n]. Also returns, for every
-  `every`-th step, the ratio's median over elements whose gradients shrink.
+  stored to exact v at the end, f32 [groups, n]. Also returns the ratio's median
+  over the elements whose gradients shrink, once per `every` steps.
   """
   shrinks = jnp.arange(sizes.shape[-1]) % 2 == 0
 
@@ -240,7 +242,7 @@ def run_codecs(
   *,
   tracking_steps: int = 2000,
 ) -> tuple[list[dict], list[dict], dict]:
-  """Prints the rows of both measurements; returns them and all traces."""
+  """Prints the rows; returns one-step rows, tracking rows, and traces of v."""
   one_step, tracking, traces = [], [], {}
   for case in chosen:
     values = codec_row(case, moments, parts)

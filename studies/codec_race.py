@@ -9,8 +9,8 @@
 
 A candidate is an optimizer and a way to store its moments; see
 `studies.race_candidates`. The baseline of a candidate is its optimizer with f32
-moments. By default, candidates with f32 weights run; pass the others, such as
-"BF16 weights, stochastic", to --candidates.
+moments. By default, all candidates with f32 weights run. To run another one,
+pass its name, such as "BF16 weights, stochastic", to --candidates.
 
 codec_race.errors, for candidates with AdamW: a model is trained with f32
 moments, which are then encoded and decoded once. The row contains the relative
@@ -29,9 +29,9 @@ In rows of `errors`, the bytes per parameter count only the stored moments of
 large leaves. In rows of `losses`, they count the optimizer's whole state.
 
 `table` prints all rows of a preset as a table. For baselines, it shows losses.
-For other candidates, it shows differences from the baseline's loss with the
-same seed: their mean and its 95 % confidence interval, or all differences if
-there are fewer than three seeds.
+For other candidates, it shows the differences from the baseline's losses with
+the same seeds. If there are three seeds or more, the table contains only the
+mean of the differences and its 95 % confidence interval.
 """
 
 import argparse

@@ -33,8 +33,9 @@ def sizes(rows: list[dict], preset: str) -> dict[str, float]:
 def table(rows: list[dict], preset: str) -> str:
   """Formats the table of a preset's candidates: bytes, errors and losses.
 
-  The table contains no errors if some candidates have none. Baselines' rows
-  contain losses instead of differences.
+  If a candidate has no errors, the table leaves out the columns of errors. The
+  row of a baseline contains its losses. The other rows contain differences from
+  the losses of their baseline.
   """
   errors = {
     row["case"]["candidate"]: row

@@ -9,10 +9,10 @@ library, once with an f32 state and once with `coat_jax.encoded`, on the same
 batches. The gradient's global norm is clipped to 1.
 
 The command prints a JSON row, `encoded`, for each optimizer and each choice of
-state fields to encode. A row contains the bytes per parameter of both states,
-and the mean losses over the last sixth of the steps. "default" encodes the
-fields that `encoded` selects by default, and "all" also encodes copies of
-parameters.
+state fields to encode. The choice "default" encodes the fields that `encoded`
+selects by default; "all" also encodes copies of parameters. A row contains the
+bytes per parameter of both states, and the mean losses over the last sixth of
+the steps.
 """
 
 import argparse

@@ -5,14 +5,14 @@
 
 For each family, the study builds a model with two layers of width 256. Its
 weights are random, and scaled so that activations neither grow nor shrink. The
-study runs the model with the `coat` recipe and with `bf16`, both times with f32
-activations and on the same tokens (a vision tower gets the same images, of 64
-patches each). A row compares the two runs:
+study runs the model with the `coat` recipe and with the `bf16` recipe. Both
+runs use f32 activations and read the same tokens. Vision towers read images of
+64 patches instead of tokens. A row compares the two runs:
 
   logits_error     relative RMS error of the logits, or of a tower's output
   cosine           cosine between a weight's two gradients, for the worst weight
-  gradient_error   sqrt(2 - 2 * cosine), the distance between these two
-                   gradients after each is divided by its norm
+  gradient_error   sqrt(2 - 2 * cosine), the distance between the worst weight's
+                   two gradients after each is divided by its norm
   bytes_per_token  bytes that a layer with the `coat` recipe saves for its
                    backward pass; `bf16_bytes_per_token` is the same with
                    `bf16`. Both numbers are counted with BF16 activations.

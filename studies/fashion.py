@@ -18,17 +18,21 @@ conversations that ask for the classes of these images:
 `vit` trains a vision transformer of 4.8 M parameters for ten epochs, and
 measures the loss and the accuracy on the test images.
 
-`llava` trains a LLaVA of 31 M parameters. First, all parts learn one.json in
-BF16. This stands in for a pretrained tower and a pretrained decoder. The
-projector is then replaced by a random one, and LLaVA's two stages follow, on
-two.json: `projector` trains only the projector, and `decoder` the projector and
-the decoder. Each stage measures the loss on held-out conversations. At the end,
+`llava` trains a LLaVA of 31 M parameters in three stages:
+
+  all        trains all parts on one.json in BF16, which stands in for
+             pretraining; then a random projector replaces the trained one
+  projector  trains only the projector, on two.json
+  decoder    trains the projector and the decoder, on two.json
+
+Each stage measures the loss on held-out conversations. At the end,
 `train.evaluate` counts the exact answers to the conversations in test.json.
 
-Every run appends a row to FOLDER/rows.jsonl. Runs with the same seed start from
-the same weights and read the same data. All runs of `llava` start from the same
-weights; a seed sets the order of the conversations, and which of them are held
-out. Do not run two processes in one folder before FOLDER/start is complete.
+Every run appends a row to FOLDER/rows.jsonl. Runs of `vit` with the same seed
+start from the same weights and read the same data. All runs of `llava` start
+from the same weights; the seed sets the order of the conversations, and which
+conversations are held out. Do not run two processes in one folder before
+FOLDER/start is complete.
 """
 
 import argparse
@@ -139,7 +143,7 @@ def write_images(idx: Path, folder: Path) -> None:
 
 
 def _write_part(idx: Path, folder: Path, part: str) -> list[tuple[str, str]]:
-  """Writes a part's images; returns the file name and class of each image."""
+  """Writes "train" or "test" images; returns their file names and classes."""
   found = []
   for i, (pixels, label) in enumerate(
     zip(*read_idx(idx, _PARTS[part]), strict=True)
@@ -227,7 +231,7 @@ def with_new_projector(run_folder: Path, out: Path) -> Path:
 
 
 def start_of(folder: Path) -> Path:
-  """Returns the folder of the initial LLaVA, and trains it if it is missing."""
+  """Returns the folder of the initial LLaVA, which is trained if missing."""
   if not (start := folder / "start").exists():
     words = [*" ".join(CLASSES).split(), *shapes.WORDS]
     shapes.make_llava(folder / "random", LLAVA, words)

@@ -50,7 +50,7 @@ def capture(config: ModelConfig, params: Any, tokens: Array) -> LayerTensors:
   """Runs a Llama forward and backward in f32, and returns its layers' tensors.
 
   `params` are the parameters of a Decoder as nested dicts, and `tokens` is
-  int32 [B, T + 1].
+  int32 [batch, seq + 1].
   """
   if config.family != "llama":
     raise ValueError(

@@ -13,10 +13,15 @@
 The first command compiles one of the steps, and makes XLA write the live range,
 size and offset of each array. At each instruction, the sizes of live arrays are
 added up; the largest sum is the peak that the compiler reports. A loop appears
-once, not once per iteration, and arrays that it stacks are live from the loop's
-start to its end. Arguments are weights or optimizer state. All other arrays are
-classified by shape: gradients have the shape of a weight, activations are other
-arrays that are stacked over layers, and the rest is temporary.
+once, not once per iteration. Arrays that a loop stacks are live from the loop's
+start to its end.
+
+Arguments are weights or optimizer state. All other arrays are classified by
+shape:
+
+  gradients    arrays with the shape of a weight
+  activations  other arrays that are stacked over layers
+  temporary    all remaining arrays
 """
 
 import argparse
@@ -84,7 +89,7 @@ def read(folder: Path, layers: int) -> Timeline:
     if x.argument == "weights" and _dims(x.shape).count(",")
   }
   bytes_of = {kind: np.zeros(count) for kind in KINDS}
-  # An array may have several names, so count each place in memory once.
+  # An array may have several names, so count each memory range only once.
   places: dict[tuple, np.ndarray] = {}
   kinds: dict[tuple, str] = {}
   loops: dict[int, int] = {}

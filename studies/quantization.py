@@ -7,21 +7,22 @@
   python -m studies.quantization plot
 
 `run` trains a Llama on text (by default Python's standard library as bytes)
-with the `bf16` recipe and f32 moments. Then it measures errors on the model's
-moments, activations, gradients and weights, and writes rows to
-docs/rows/quantization.jsonl, where they replace earlier rows of the preset.
-Activations in training are BF16 on a GPU, and f32 on a CPU, where BF16 is slow.
-Errors are relative RMS errors, computed in float64.
+with the `bf16` recipe and f32 moments. Activations are BF16 on a GPU, and f32
+on a CPU, where BF16 is slow. Then `run` measures the errors of 8-bit moments,
+activations, gradients and weights, as relative RMS errors computed in float64.
+It writes rows to docs/rows/quantization.jsonl, where they replace earlier rows
+of the preset.
 
 quantization.moments   Errors of the first moment m, the second moment v and
-  m / (sqrt(v) + eps), as in the paper's table 1. Formats are E4M3 and E5M2,
-  with and without dynamic range expansion, and INT8. Values are rounded to
-  nearest, in groups of 128 and of other sizes.
-quantization.codecs    The same errors for every registered codec and rounding.
+  m / (sqrt(v) + eps), as in Table 1 of arXiv:2410.19313. Formats are E4M3 and
+  E5M2, with and without dynamic range expansion, and INT8. Values are rounded
+  to nearest, in groups of 32 to 512 values.
+quantization.codecs    These errors for every registered codec and rounding.
 quantization.tensors   Errors of activations and gradients of all layers on a
   held-out batch, and of weights, in E4M3, E5M2 and INT8, with one scale per
   tensor, per group of 16 to 128 values, or per tile of a weight.
-quantization.spread    amax / RMS and kurtosis of the same tensors.
+quantization.spread    amax / RMS and kurtosis of these activations, gradients
+  and weights.
 quantization.layer     Errors of layers' outputs and gradients, for each recipe.
 
 `plot` draws docs/figures/quantization_moments.png and quantization_tensors.png
@@ -107,7 +108,7 @@ def prepare(preset: str, config: TrainConfig, tokens: TokenSource) -> Study:
 
 
 def moment_rows(study: Study) -> Iterator[dict]:
-  """Prints and yields a row for each group size and pair of formats."""
+  """Prints and yields a row per group size and measured pair of formats."""
   for group_size in GROUP_SIZES:
     shape = (-1, group_size)
     exact = Moments(*(x.reshape(shape) for x in study.moments))

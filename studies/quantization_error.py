@@ -23,8 +23,8 @@ from studies.layer_tensors import LayerTensors
 from studies.trained_moments import EPS, Moments
 
 FORMATS = {"E4M3": E4M3, "E5M2": E5M2, "INT8": INT8}
-# Which values share a scale: all values of a tensor, all values of a tile of a
-# weight, or (an int) this many adjacent values of a row.
+# Which values share a scale: all values of a tensor, all values of a 128 x 128
+# tile of a weight, or, for an int, this many adjacent values of a row.
 Shared = Literal["tensor", "tile"] | int
 GROUPS: tuple[Shared, ...] = ("tensor", 128, 64, 32, 16)
 TILE = 128
@@ -131,8 +131,8 @@ def tensor_errors(
   """Computes the error of a format on one tensor of each layer.
 
   `by_layer` contains the relative RMS error in each layer, and `error` is the
-  root mean square of these. `zeroed` is the fraction of nonzero values that
-  became zero.
+  root mean square of these errors. `zeroed` is the fraction of nonzero values
+  that became zero.
   """
   found = [rounded(x, name, shared) for x in layers]
   errors = [relative_error(x, y) for x, y in zip(layers, found, strict=True)]

@@ -4,13 +4,13 @@
 To train with one of them, pass for example `--optim.codec
 studies.race_codecs:log4`. Bytes are per parameter, for both moments together.
 
-  companded    INT8 codes of softsign(m) and of sqrt(v), f32 amax    2.06 bytes
-  log4         4 bits: m in powers of 2, v in equal steps of log v   1.06 bytes
-  e2m1         4 bits: m in E2M1, v as in log4                       1.06 bytes
+  companded      INT8 codes of softsign(m) and of sqrt(v), f32 amax  2.06 bytes
+  log4           4 bits: m in powers of 2, v in equal log steps      1.06 bytes
+  e2m1           4 bits: m in E2M1, v as in log4                     1.06 bytes
+  e2m1_factored  m as in e2m1; the means of v's rows and columns    ~0.58 bytes
 
-`e2m1_factored` needs about 0.58 bytes. It stores m as in e2m1, and only the
-means of v's rows and columns. 4-bit codes have the dtype int4 and the
-parameter's shape. XLA stores two of them in a byte.
+4-bit codes have the dtype int4 and the parameter's shape. XLA stores two 4-bit
+codes in a byte.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ class Grid(Grouped):
   """Base class of codecs with a fixed grid of magnitudes.
 
   Each code stands for a level 0, 1, ..., and each level stands for a fraction
-  of the group's amax, called its share.
+  of the group's amax, called the level's share.
   """
 
   def _statistics(self, magnitude):
@@ -55,7 +55,7 @@ class Grid(Grouped):
     return level.astype(jnp.int8)
 
   def _below(self, t: Array) -> Array:
-    """Returns the highest level with a share <= t, but not the last level."""
+    """Returns the highest level, except the last one, with a share <= t."""
     raise NotImplementedError
 
   def _share(self, level: Array) -> Array:
@@ -94,7 +94,7 @@ class SquareRoot(Grid):
 
 @dataclasses.dataclass(frozen=True)
 class Table4(Grid):
-  """Stores a sign and the index of a level in a table as int4.
+  """Stores a sign and an index into the table `shares` as int4.
 
   amax is rounded up to BF16.
 
@@ -149,7 +149,7 @@ class LogUniform4(LogUniform):
 
 
 _LARGEST = float(jnp.finfo(jnp.bfloat16).max)
-# The magnitudes of 4-bit formats (a sign and 3 bits), as shares of the largest.
+# The magnitudes of 4-bit formats, divided by the largest magnitude.
 POWERS = (0.0, *(2.0**-i for i in reversed(range(7))))
 E2M1 = tuple(x / 6 for x in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
 

@@ -5,26 +5,29 @@
     [--outliers 1 30] [--compile-only] [--repeats 20]
 
 The study measures error, memory and time of one decoder layer of a preset, with
-random parameters. The layer's input and the gradient of its output are sampled
-from a normal distribution. Block scales are meant for outliers, so with
---outliers K, every 64th feature and every 128th token of both arrays is K times
-as large.
+random parameters. The layer's input x and the gradient dy of its output y are
+sampled from a normal distribution. Block scales are meant for outliers. To
+create outliers, --outliers K multiplies every 64th feature and every 128th
+token of x and dy by K, so a value at both is multiplied by K^2.
 
 scaling.layer: one row for each kind of scales and each K. Errors are relative
 RMS differences from BF16.
 
-  output_error     error of y - x, where y is the layer's output
-  dx_error         error of dx - dy, where dx and dy are gradients of x and y
+  output_error     error of y - x
+  dx_error         error of dx - dy
   dweights_error   error of the gradients of all weight matrices together
-  bytes_per_token  bytes that the layer saves for its backward pass; only for
-                   the first K
-  forward_ms, full_ms (forward and backward pass), temporary_bytes (of full):
-                   only for the first K and on a GPU
+  bytes_per_token  bytes that the layer saves for its backward pass
+  forward_ms       milliseconds of the forward pass
+  full_ms          milliseconds of the forward and backward pass
+  temporary_bytes  temporary memory of the forward and backward pass
+
+Errors are measured for every K, bytes and times only for the first K. Times and
+`temporary_bytes` require a GPU.
 
 scaling.product, only on a GPU: one row per weight matrix, kind of scales and
-matmul (forward, dx and dw), with milliseconds and TFLOP/s. The operands are
-quantized before they are timed. Matmuls with block scales run in plain JAX if
-no kernel supports them.
+matmul (forward, dx and dw), with milliseconds and TFLOP/s. The times do not
+include quantizing the operands. If no kernel supports a matmul with block
+scales, it runs in plain JAX.
 
 With --compile-only, the layer is only compiled, for an H200 (`make test-aot`
 installs the compiler). The rows, `scaling.compiled`, contain temporary bytes

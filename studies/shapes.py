@@ -3,19 +3,19 @@
 
   python -m studies.shapes FOLDER [--seeds 2]
 
-The study writes into FOLDER a LLaVA with random weights (`llava`) and two files
-of conversations. In `words.json`, words describe the pictures; `shapes.json`
-contains the pictures themselves, up to two per conversation. The study has
-three stages, of which the last two are run with the `bf16` and `coat` recipes
-and with several seeds. The stages train these parts:
+The study writes a LLaVA with random weights (`llava`) and two files of
+conversations to FOLDER. In `words.json`, words describe the pictures;
+`shapes.json` contains the pictures themselves, up to two per conversation. The
+study trains the LLaVA in three stages:
 
-  words      all parameters, on words.json (only with `bf16` and one seed)
-  projector  only the projector, on shapes.json
-  decoder    projector and decoder, on shapes.json
+  words      trains all parameters on words.json
+  projector  trains only the projector, on shapes.json
+  decoder    trains the projector and the decoder, on shapes.json
 
-Each stage starts from the run of the previous stage. At the end, the study
-prints a table of held-out losses, and of the differences between the recipes.
-On a CPU with two cores this takes a few minutes.
+The first stage runs once, with the `bf16` recipe. Each of the other stages runs
+with `bf16` and `coat` and with several seeds, and starts from the previous
+stage's run. At the end, the study prints a table of held-out losses, and of the
+differences between the recipes. It takes a few minutes on two CPU cores.
 """
 
 import argparse
@@ -131,9 +131,9 @@ def write_files(
 
 
 def make_rows(folder: Path, count: int, seed: int = 0) -> None:
-  """Writes words.json and shapes.json with `count` rows each, and the images.
+  """Writes words.json, shapes.json (`count` conversations each) and the images.
 
-  In both files, every fourth row asks for a sum and has no picture.
+  In both files, every fourth conversation asks for a sum and has no picture.
   """
   draw = random.Random(seed)
   (folder / "images").mkdir(parents=True)

@@ -29,10 +29,11 @@ A row contains
   held_out_loss       mean loss of 16 held-out batches
   failed              "not finite" (the loss was not finite, so the run ended),
                       "diverged" (train_loss is more than half a nat above the
-                      lowest mean of 50 steps), or null
-  failed_at           step of the first loss that was not finite; or, after the
-                      lowest mean, last of the first 50 steps whose mean is half
-                      a nat above it; or null
+                      lowest mean loss of 50 steps), or null
+  failed_at           step of the first loss that was not finite, or null. If
+                      the run diverged: first step after the lowest mean at
+                      which the mean loss of the last 50 steps was more than
+                      half a nat above the lowest mean.
   spikes              number of losses after the warmup that exceed the mean of
                       the previous 50 losses by four standard deviations and by
                       0.1 nats; adjacent spikes count as one

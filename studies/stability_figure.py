@@ -10,9 +10,9 @@ from matplotlib.figure import Figure
 
 from train.run.metrics import format_table
 
-# The limit of the axis for differences, in nats, and the largest learning rate
-# at which differences are drawn. At higher rates, all variants learn little,
-# and the losses of different seeds are 0.1 nats apart.
+# `_DIFFERENCE` limits the axis of differences, in nats. `_COMPARED` is the
+# largest learning rate at which differences are drawn. At higher rates, all
+# variants learn little, and the losses of different seeds are 0.1 nats apart.
 _DIFFERENCE, _COMPARED = 0.04, 0.003
 # Two-sided 95 % quantiles of Student's t, by degrees of freedom.
 _T95 = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365}
@@ -23,8 +23,7 @@ class Summary(NamedTuple):
 
   Attributes:
     rates: all learning rates, in ascending order.
-    losses: for each rate, the held-out losses of runs that did not fail, by
-      seed.
+    losses: for each rate, the held-out losses by seed, without failed runs.
     spikes: for each rate, the mean number of spikes.
     failed: for each rate, the number of failed runs.
     largest: the largest rate up to which no run failed, or None.
@@ -169,10 +168,11 @@ def draw(rows: Iterable[dict], preset: str, out: Path) -> str:
 def limits(found: dict[str, Summary]) -> tuple[float, float] | None:
   """Returns the ends of the loss axis, or None.
 
-  The upper end is slightly above bf16's losses at the rates where none of its
-  runs failed. If there are no such rates, the result is None. Without bf16, all
-  variants are used instead. Variants that diverge end up hundreds of nats
-  higher. If the axis covered them, all others would merge into one line.
+  The axis starts below the lowest loss, and ends above bf16's losses at the
+  rates where no run of bf16 failed. If there are no such rates, the result is
+  None. Without rows of bf16, all variants take its place. Losses of diverged
+  runs are hundreds of nats higher. An axis that covered these losses would
+  merge all other losses into one line.
   """
   losses, whole = [], []
   for name, summary in found.items():

@@ -105,7 +105,7 @@ class Data:
     self.held_out = [jnp.asarray(rows["tokens"]) for rows in found]
 
   def train(self, seed: int) -> np.ndarray:
-    """Returns the training tokens of a seed, int32 [steps, B, T + 1]."""
+    """Returns the training tokens of a seed, int32 [steps, batch, seq + 1]."""
     if seed not in self._batches:
       config = self._config
       batches = train_iterator(

@@ -5,11 +5,13 @@
 
 Each row describes a whole training step. The step is compiled for H200s, so no
 GPU is needed. Some steps take minutes to compile. The number of GPUs (with
-FSDP), the batch per GPU and the sequence length are those of the paper, except
-in one case. Weights and gradients are f32, except in the variants "lean" and
-"leanest". These store BF16 weights, and hold the BF16 gradients of only one
-layer at a time. Moments are f32 with the `bf16` and `fp8_linear` recipes, and
-FP8 otherwise.
+FSDP), the batch per GPU and the sequence length come from the paper, except in
+one case.
+
+Weights and gradients are f32, except in the variants "lean" and "leanest".
+These variants store BF16 weights, and hold the BF16 gradients of only one layer
+at a time. Moments are f32 with the `bf16` and `fp8_linear` recipes, and FP8
+otherwise.
 """
 
 import argparse
@@ -37,9 +39,9 @@ class Case:
   def published_ratio(self, variant: str) -> float | None:
     """Returns the ratio of BF16's peak to the variant's peak in the paper.
 
-    For the variants minimal and minimal_attention, which the paper does not
-    have, this is the ratio to COAT's peak. Returns None if the paper does not
-    report both peaks.
+    The paper does not have the variants minimal and minimal_attention, so their
+    ratio uses the peak of COAT. If the paper does not report both peaks, the
+    result is None.
     """
     reference = {"minimal": "coat", "minimal_attention": "coat"}
     peak = self.peaks.get(reference.get(variant, variant))

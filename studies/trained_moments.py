@@ -36,7 +36,7 @@ MODEL = ModelConfig(
 B1, B2, EPS = 0.9, 0.95, 1e-8
 # The group size of all codecs. The widths of the model are multiples of 128.
 GROUP_SIZE = 128
-# Optimizers do not encode leaves smaller than this.
+# Optimizers do not encode leaves with fewer elements than this.
 _SMALLEST_LEAF = 4096
 
 

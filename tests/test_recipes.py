@@ -30,14 +30,14 @@ def test_presets_set_the_formats_of_each_part():
 def test_recipes_describe_what_they_multiply_and_save():
   assert recipes.coat(attention="fp8", group_size=32).describe() == (
     "matmuls      float8_e4m3fn, gradients float8_e5m2; a scale per tensor\n"
-    "other saved  inputs of norms and activations in float8_e4m3fn, a scale "
+    "also saved   inputs of norms and activations in float8_e4m3fn, a scale "
     "per 32 values; their outputs are computed again\n"
     "attention    output saved in BF16; q, k and v in float8_e4m3fn, a scale "
     "per 32 values"
   )
   assert recipes.fp8_linear().describe() == (
     "matmuls      float8_e4m3fn, gradients float8_e5m2; a scale per tensor\n"
-    "other saved  BF16\n"
+    "also saved   BF16\n"
     "attention    q, k, v and output saved in BF16"
   )
   block = recipes.fp8_block(residuals="coat").describe()

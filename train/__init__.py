@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training programs to read, to run from the clone, and to copy.
+"""Training programs to read, to run from a clone of the repository, or to copy.
 
   commands       pretrain, finetune, vit, convert, generate, evaluate, plan and
                  plot, one file each; conversations.py is part of finetune, and
@@ -70,5 +70,5 @@ def check_command(line: list[str]) -> None:
     sys.exit(2)
 
 
-if sys.argv[:1] == ["-m"]:  # Python has not found NAME yet.
+if sys.argv[:1] == ["-m"]:  # `-m` is still looking for the module.
   check_command(sys.orig_argv)

@@ -361,7 +361,11 @@ def _check_in_backward(config: TrainConfig) -> None:
 
 
 def resume_rule(name: str, kind: type = TrainConfig) -> str:
-  """Returns a field's resume rule, or its enclosing part's, or "reported"."""
+  """Returns the rule by which a resumed run may change an option.
+
+  The rule is that of the field or, if the field has none, of the part that
+  contains it. The default is "reported".
+  """
   rule, part = "reported", kind
   for word in name.split("."):
     fields = dataclasses.fields(part) if dataclasses.is_dataclass(part) else ()

@@ -107,8 +107,8 @@ def open_images(
     # Otherwise, --skip-bad would skip all conversations with images.
     raise ValueError(
       "images: expected the folder that image names are relative to, got "
-      f"{source}, which is not a folder; pass that folder as --images, or "
-      "leave --images out if image names are relative to the folder of the "
+      f"{source}, which is not a folder; pass an existing folder as --images, "
+      "or leave --images out if image names are relative to the folder of the "
       "file that contains them"
     )
   try:
@@ -201,7 +201,7 @@ class Conversations(RunData[FinetuneConfig]):
   rows: PackedRows
   held_out: PackedRows
   text: TokenizerText
-  # A chat template to write into the run's folder; None keeps the tokenizer's.
+  # A chat template to write into the run's folder; None to use the tokenizer's.
   template: ChatTemplate | None
 
   def keep_files(self, run: RunDirectory) -> None:

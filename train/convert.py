@@ -8,7 +8,7 @@
 
 `export` writes the newest checkpoint of a run as an Orbax checkpoint of
 {"params": ..., "opt_state": ...}, where opt_state is the state of
-`optax.adamw(schedule, mask=mask)`; weights and moments are in f32.
+`optax.adamw(schedule, mask=mask)`. Weights and moments are in f32.
 
 `import` turns such a checkpoint into a run, and `python -m train.pretrain
 PRESET --out RUN [options] --resume` continues this run. Adam's step count

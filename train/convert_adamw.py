@@ -74,7 +74,7 @@ def import_adamw(source: Path, config: TrainConfig) -> int:
 def _read_adamw(
   source: Path, params: Any
 ) -> tuple[Any, optax.ScaleByAdamState]:
-  """Reads parameters shaped like `params`, and Adam's state, in f32."""
+  """Reads Adam's state and f32 parameters; checks shapes against `params`."""
   checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
   path, to_host = source.absolute(), ocp.RestoreArgs(restore_type=np.ndarray)
   try:

@@ -90,7 +90,7 @@ class FinetuneConfig(TrainConfig):
       and `all` also the vision tower. Frozen parts have no gradients and no
       moments.
     steps: Number of optimizer steps of the whole run; if 0, epochs determines
-      it.
+      this number.
     epochs: Number of passes over the conversations; cannot be combined with
       steps.
     samples: How many held-out prompts the model answers at each evaluation, for

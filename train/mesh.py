@@ -86,7 +86,7 @@ def make_mesh(
 
 
 def _fitting(sizes: Mapping[str, int], count: int) -> dict[str, int]:
-  """Finds sizes, similar to the given ones, for `count` devices."""
+  """Adapts the sizes of a mesh to `count` devices, for an error message."""
   found = {}
   for name in ("tensor", EXPERT, "data"):
     found[name] = math.gcd(sizes.get(name, 1), count)
@@ -145,7 +145,7 @@ def _check_experts(model: Any, expert: int) -> None:
 
 
 def _check_groups(d_ff: int, tensor: int, group: int) -> None:
-  """Checks that no group is split, so that scales do not depend on the mesh."""
+  """Checks that the mesh splits no group of activations that share a scale."""
   columns = d_ff // tensor
   if columns % group:
     raise ValueError(

@@ -62,7 +62,7 @@ class Objective(abc.ABC):
     )
 
   def trained(self, config: TrainConfig, tree: Tree) -> Tree:
-    """Selects the trained parts; only they have gradients and moments."""
+    """Selects the trained parts; other parts have no gradients or moments."""
     del config
     return tree
 
@@ -77,11 +77,11 @@ class Objective(abc.ABC):
     If `batch.shares` is None, this is the mean loss of the targets. Otherwise
     each target's loss is multiplied by its share, and the products are summed,
     so that the losses of microbatches add up to the loss of the batch. In
-    training, experts add their load-balancing loss.
+    training, a mixture of experts adds its load-balancing loss.
     """
 
   def measure(self, model: Any, batch: Any) -> dict[str, jax.Array]:
-    """Computes the `loss` of a held-out batch; may add other measures."""
+    """Returns the `loss` of a held-out batch; subclasses may add metrics."""
     return {"loss": self.loss(model, batch)}
 
   def padding(self, batch: Any) -> jax.Array | None:
@@ -155,7 +155,7 @@ class ImageBatch(NamedTuple):
 
 
 class TokensAfterImages(Objective):
-  """Trains a LLaVA to predict text; image tokens stand for images."""
+  """Trains a LLaVA to predict the text of sequences with images."""
 
   stacks = ("tower/layers", "decoder/layers")
   model = VisionLanguageModel
@@ -168,7 +168,7 @@ class TokensAfterImages(Objective):
   }
 
   def trained(self, config: TrainConfig, tree: Tree) -> Tree:
-    assert isinstance(config, FinetuneConfig)  # Only these runs train a LLaVA.
+    assert isinstance(config, FinetuneConfig)  # Only finetune trains a LLaVA.
     return {name: tree[name] for name in self._PARTS[config.trained]}
 
   def batch_of(self, rows: Rows) -> ImageBatch:
@@ -191,10 +191,10 @@ _OBJECTIVES: dict[type, Objective] = {
 
 
 def objective_of(shape: Any) -> Objective:
-  """Looks up the objective for a model of this shape."""
+  """Returns the objective for `shape`, the `model` of a run's options."""
   return _OBJECTIVES[type(shape)]
 
 
 def trained(config: TrainConfig, tree: Tree) -> Tree:
-  """Selects the parts that a run trains from a tree like its parameters."""
+  """Selects the trained parts of a tree that has the parameters' structure."""
   return objective_of(config.model).trained(config, tree)

@@ -20,7 +20,7 @@ from train.options import check_unused, converted, fixed, unused
 
 _CODEC_OPTIONS = ("rounding", "group_size", "second")
 
-# Options that only some optimizers accept, by optimizer.
+# Options that each optimizer accepts, except those that all optimizers accept.
 OPTIMIZERS = {
   "coat_adamw": ("eps", "second"),
   "coat_lion": (),
@@ -123,7 +123,7 @@ class OptimConfig:
     return dataclasses.replace(self, **options)
 
   def warmup_steps(self, steps: int) -> int:
-    """Computes how many of the `steps` of a run are warmup."""
+    """Returns the number of warmup steps in a run of `steps` steps."""
     return round(self.warmup * steps if self.warmup < 1 else self.warmup)
 
 

@@ -36,7 +36,10 @@ def learning_rate(config: TrainConfig) -> optax.Schedule:
 def of_transformation(
   tx: optax.GradientTransformation, *, seed: ArrayLike
 ) -> FusedTransformation:
-  """Adapts an optax transformation whose state contains a `MomentState`."""
+  """Turns an optax transformation into a `FusedTransformation`.
+
+  The state of `tx` must contain a `MomentState`.
+  """
 
   def apply(grads, state, params, *, grad_scale=None):
     grads = weights.in_f32(grads)

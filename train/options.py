@@ -44,7 +44,7 @@ def type_of(field: dataclasses.Field) -> Any:
 
 
 def part_of(field: dataclasses.Field, values: Any) -> type | None:
-  """Finds a field's dataclass; in a union, one that has all `values` keys."""
+  """Finds a field's dataclass; in a union, one with all keys of `values`."""
   kind = type_of(field)
   kinds = [x for x in get_args(kind) or (kind,) if dataclasses.is_dataclass(x)]
   for kind in kinds:

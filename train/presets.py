@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Defines presets, functions that return published settings or demos.
+"""Defines presets: functions that return published settings or demo settings.
 
 The papers used many devices: lower `--batch` and `--steps` if you have few.
 """
@@ -150,7 +150,7 @@ def llama_30b() -> TrainConfig:
 
 
 def llama3_8b() -> TrainConfig:
-  """arXiv:2407.21783, table 3; 15 trillion tokens; the batch does not grow."""
+  """arXiv:2407.21783, table 3; 15 trillion tokens; the batch size is fixed."""
   model = _llama(
     32, 4096, 14336, 32, num_kv_heads=8, vocab_size=128256, rope_theta=5e5
   )

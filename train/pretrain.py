@@ -43,8 +43,8 @@ def _for_optimizer(
   words: Sequence[str],
 ) -> Callable[[TrainConfig], TrainConfig]:
   """Returns a function that adapts presets to the command line's optimizer."""
-  # A preset may set options that this optimizer does not accept. Reset these
-  # options, or the user would get errors about options that were not passed.
+  # A preset may set options that this optimizer does not accept. Without a
+  # reset, users would get errors about options that they did not pass.
   parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
   parser.add_argument("--optim.optimizer", dest="optimizer", nargs="?")
   optimizer = parser.parse_known_args(words)[0].optimizer

@@ -20,7 +20,7 @@ from train.run import checkpoint
 from train.run.description import configuration
 from train.step import TrainState
 
-# The options that determine how stored codes are decoded.
+# The options that determine how stored moments are decoded.
 _LAYOUT = ("codec", "group_size", "second")
 
 
@@ -42,8 +42,9 @@ def restore(
   )
   optimizer = abstract.optimizer
   if not same_codes or saved.params != config.params:
-    # The abstract state determines the codec of each restored `Moment`. If the
-    # codes stay the same, use the new codec, which can differ only in rounding.
+    # A restored `Moment` gets its codec from the abstract state. If the moments
+    # need no conversion, use the codec of `config`, which can differ from the
+    # saved run's codec only in how it rounds.
     optim = config.optim if same_codes else saved.optim
     optimizer = _abstract_optimizer(
       dataclasses.replace(saved, optim=optim), params
@@ -74,7 +75,7 @@ def restore(
 def _stored_anew(
   state: TrainState, config: TrainConfig, abstract: TrainState
 ) -> TrainState:
-  """Converts the weights to the format `config.params`; keeps the moments."""
+  """Converts a state's weights to the format that `config.params` selects."""
   adam, low = weights.without_low(state.optimizer)
   where = abstract.params, weights.without_low(abstract.optimizer)[1]
 
@@ -95,8 +96,8 @@ def _abstract_optimizer(config: TrainConfig, params: Any):
   codec = config.optim.moment_codec()
   size = getattr(codec.mu, "group_size", 1)  # Plain moments have no groups.
 
-  # This mesh may split groups that the checkpoint's mesh did not split. In that
-  # case, each device gets all columns of the moments.
+  # The new mesh may split groups of moments that share a scale, although the
+  # checkpoint's mesh did not. If so, each device gets all columns of a moment.
   def with_whole_groups(p):
     mesh, spec = p.sharding.mesh, p.sharding.spec
     if p.sharding.shard_shape(p.shape)[-1] % size == 0:

@@ -160,9 +160,11 @@ def _text_of_run(
   run: RunDirectory, config: TrainConfig, done: int, tokenizer: str | None
 ) -> Text:
   """Opens the tokenizer of a run's data, or of the initial checkpoint."""
-  # If `tokenizer` is None, runs on conversations use the tokenizer in
-  # `run.source`. Runs on token ids use it if it exists. Runs on text use it if
-  # it exists, but only at step 0, and only if the data's options name none.
+  # If `tokenizer` is None, the tokenizer in `run.source` is used
+  #   for runs on conversations: always
+  #   for runs on token ids: if it exists
+  #   for runs on text: if it exists, the run is at step 0, and the data's
+  #     options name no tokenizer
   data = config.data
   if isinstance(data, DataConfig):
     is_kept = data.dtype != "text" or (not done and data.tokenizer is None)
@@ -198,7 +200,7 @@ def _open_hf(folder: Path, tokenizer: str | None, compute: Compute) -> Source:
 def read_weights(
   run: RunDirectory, step: int, config: TrainConfig, mesh: Mesh | None = None
 ) -> Any:
-  """Reads a checkpoint's weights, in f32 if they have low bytes."""
+  """Reads a checkpoint's weights; joins bf16 weights with low bytes to f32."""
   optimizer = steps.build_optimizer(config, mesh)
   abstract = steps.abstract_state(config, optimizer, mesh)
   if config.params != "bfloat16_low8":

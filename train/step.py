@@ -104,8 +104,8 @@ def build_optimizer(
 ) -> FusedTransformation:
   """Builds the optimizer; on a mesh, each device updates its own shards.
 
-  `rate` and `seed`, which may be traced, replace the run's learning rate
-  schedule and its seed for stochastic rounding.
+  `rate` replaces the run's learning rate schedule, and `seed` its seed for
+  stochastic rounding. Both may be traced.
   """
   optim, shardings = config.optim, None
   if mesh is not None:
@@ -219,7 +219,7 @@ def _initial_params(config: TrainConfig, store: Callable | None = None) -> Any:
 def with_moments(
   config: TrainConfig, optimizer: FusedTransformation, params: Any
 ) -> TrainState:
-  """Builds the state before the first step from these weights."""
+  """Builds the state before the first step from the weights `params`."""
   stored, _ = weights.store(config.params, params)
   params = trained(config, params)
   exact, norms = (), _no_norms(config, params)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of a training step: gradients, clipping and the optimizer.
 
-`update` and `update_in_backward` return the results of the step and the new
-`exact` moments.
+`update` and `update_in_backward` return a `BackwardStep`, and the new f32
+moments that `--report-state` needs (`TrainState.exact`).
 """
 
 from typing import Any
@@ -39,7 +39,7 @@ def update(
   loss, grads = _mean_gradients(config, graph, mesh, state.params, batch)
   if mesh is not None:
     # Without barriers, XLA fuses the write of the last layer's gradients into
-    # the reductions below, and copies all layers' gradients.
+    # the reductions below, and for this it copies all layers' gradients.
     grads = jax.tree.map(jax.lax.optimization_barrier, grads)
   is_finite = finite_leaves(grads)
   scale, clip_state, exact = jnp.float32(1), state.clip, state.exact
@@ -118,8 +118,8 @@ def _mean_gradients(config, graph, mesh, params, batch):
   @jax.value_and_grad
   def share_of(own, batch):
     loss = objective.loss(nnx.merge(graph, params | own, cache), batch)
-    # With `shares`, which add up to 1 over the batch, the microbatches' losses
-    # just add up.
+    # `shares`, the targets' weights, add up to 1 over the whole batch. With
+    # them, the batch's loss is the sum of the microbatches' losses.
     return loss / config.accumulate if batch.shares is None else loss
 
   own = trained(config, params)

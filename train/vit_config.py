@@ -23,11 +23,11 @@ class ImageData:
 
   Attributes:
     folder: A folder with one folder of images per class, or with the folders
-      `train` and `test` (or `val`), which each have one folder per class; see
+      `train` and `test` (or `val` or `validation`), which each have one folder per class; see
       `train.data.labelled`.
-    held_out: Share of each class's images to hold out for evaluation: at most
-      half of the images, but at least one. The share is used only if there is
-      no folder of held-out images.
+    held_out: Share of each class's images to hold out for evaluation, at most
+      0.5. At least one image of each class is held out. The share is not used
+      if there is a folder of held-out images.
   """
 
   folder: Annotated[str, shown("required", name="data", metavar="FOLDER")] = ""

@@ -87,15 +87,18 @@ RULES = {
   "nu_power": Rule("groups span a wider range", factor=0.5),
   "grad_norm": Rule("the loss may spike", factor=4),
 }
-# Compare with the finite values of the last `_COMPARED` probes, if there are at
-# least `_FEWEST`.
+# A value is compared with the finite values of the last `_COMPARED` probes, if
+# there are at least `_FEWEST` such values.
 _COMPARED, _FEWEST = 10, 3
 
 
 def probe(
   config: TrainConfig, graph: nnx.GraphDef
 ) -> Callable[[step.TrainState, step.Rows], dict[str, jax.Array]]:
-  """Builds the probe: (state, rows) -> all values except `grad_norm`."""
+  """Builds the probe, a function of (state, rows).
+
+  The probe returns all values except `grad_norm`.
+  """
 
   def find(state, rows):
     batch: Any = objective_of(config.model).batch_of(rows)

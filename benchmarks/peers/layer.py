@@ -6,10 +6,10 @@
 For each recipe (BF16, torchao's tensorwise and rowwise FP8), the command prints
 two JSON rows, `peers.layer`: one for the forward pass, and one for the forward
 and backward pass (gradients of weights and input). The data is random, and the
-layer is compiled with torch.compile. `saved_units` is the size of the memory
-that the forward pass leaves allocated, not counting the output, divided by the
-size of the layer's input in BF16. `benchmarks.layer` measures the same layer in
-this project.
+layer is compiled with torch.compile. `saved_bytes` is the memory that the
+forward pass leaves allocated, excluding the output. `saved_units` is this
+memory divided by the size of the BF16 input. `benchmarks.layer` measures the
+same layer in this project.
 """
 
 import argparse
@@ -26,7 +26,7 @@ RECIPES = (None, "tensorwise", "rowwise")
 
 
 class Layer(nn.Module):
-  """Llama-2-7B's decoder layer, which maps [B, T, D] to [B, T, D]."""
+  """Llama-2-7B's decoder layer; input and output are [batch, seq, D]."""
 
   def __init__(self, seq: int):
     super().__init__()

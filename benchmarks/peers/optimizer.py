@@ -5,9 +5,9 @@
 
 The optimizers store their moments in the weights' dtype or in 8 bits. Weights
 and gradients have the same dtype: f32 or BF16. The command prints a JSON row,
-`peers.optimizer`, for each optimizer and dtype. It contains the milliseconds of
-`step()`, and `state_bytes`, the size of the optimizer's state in bytes per
-weight. `benchmarks.optimizer` measures the same step in this project.
+`peers.optimizer`, for each optimizer and dtype. A row contains the milliseconds
+that `step()` takes, and `state_bytes`, the bytes of optimizer state per weight.
+`benchmarks.optimizer` measures the same step in this project.
 """
 
 import argparse

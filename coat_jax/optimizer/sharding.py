@@ -233,11 +233,11 @@ def _check_groups(op, path: str, codes: Any, codec: GroupCodec) -> None:
   share, size = _share(codes), getattr(codec, "group_size", 1)
   fitting = [str(fit) for fit in range(size, 0, -1) if share % fit == 0]
   raise ValueError(
-    f"{op}: a device must have whole groups, got groups of {size} at "
-    f"{path!r}, whose last axis of {codes.shape[-1]} is sharded over "
-    f"{codes.shape[-1] // share} devices, {share} values each; use a "
-    f"codec whose group size is one of {', '.join(fitting[:5])} "
-    "(fit_group_size finds one for all leaves), or shard other axes"
+    f"{op}: each device must hold whole groups of {size} values, got {share} "
+    f"values per device: the last axis of {path!r} ({codes.shape[-1]} values) "
+    f"is sharded over {codes.shape[-1] // share} devices; use a codec whose "
+    f"group size is one of {', '.join(fitting[:5])} (fit_group_size finds one "
+    "for all leaves), or shard other axes"
   )
 
 

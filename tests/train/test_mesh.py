@@ -151,7 +151,7 @@ def test_fsdp_splits_only_whole_tiles():
     (
       dict(mesh="fsdp=2,tensor=4", batch=2, model__num_kv_heads=4)
       | dict(model__num_heads=4, optim__group_size=128),
-      "a device must have whole groups",
+      "each device must hold whole groups",
     ),
   ],
 )

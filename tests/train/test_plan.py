@@ -209,7 +209,7 @@ def test_table_says_what_fits(capsys, hbm, fits):
       ["demo", "--accumulate", "0"],
       "accumulate must be a whole number at least 1",
     ),
-    (["demo", "--mesh", "tensor=2"], "a device must have whole groups"),
+    (["demo", "--mesh", "tensor=2"], "each device must hold whole groups"),
     (["demo", "--trained", "all"], "trained applies to vision-language models"),
     (
       ["demo", "--images-each", "2"],

@@ -20,8 +20,8 @@ from train.data.tokens import TokenSource
 class Rows(Protocol):
   """Rows from which batches are made."""
 
-  # If the last batch of held-out rows is incomplete: True to pad it, False to
-  # drop it.
+  # Whether an incomplete last batch of held-out rows is padded. If False, the
+  # batch is dropped.
   has_padding: ClassVar[bool]
 
   def __len__(self) -> int: ...

@@ -30,8 +30,8 @@ from train.options import first_line
 MAX_PIXELS = 89_000_000
 # Tracking pixels and placeholders for failed downloads often have one pixel.
 _MIN_SIDE = 2
-# Only raster formats are read, because PostScript files, which Pillow also
-# reads, are programs.
+# Only raster formats are read. Pillow can also read PostScript, but PostScript
+# files are programs.
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 # Modes with more than 8 bits per channel, whose values Pillow would clip.
 _DEEP = ("I", "F")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads text files into one flat array of token ids in memory.
 
-Each byte is an id, or a tokenizer computes the ids. Text is tokenized each time
-a run starts. If a corpus is larger than a few gigabytes, tokenize it into flat
-files once, before training: see `token_files`.
+A tokenizer computes the ids. Without a tokenizer, each byte is an id. Text is
+tokenized each time a run starts. If a corpus is larger than a few gigabytes,
+tokenize it into flat files once, before training: see `token_files`.
 """
 
 import glob

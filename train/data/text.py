@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encodes and decodes text in the same way as a model's training data.
+"""Encodes and decodes text with the tokenizer of a model.
 
 `open_text` returns a `ByteText`, whose ids are bytes, or a `TokenizerText`,
 which uses a `tokenizers` JSON file. `FolderText` reads a Hugging Face folder:
@@ -168,8 +168,8 @@ def read_ids(file: Path, name: str) -> list[int]:
 def write_stop_tokens(folder: Path, documents: Documents) -> None:
   """Adds end-of-turn tokens to a folder's generation_config.json.
 
-  transformers stops at the `eos_token_id` of this file, or of config.json if
-  there is no such file. It ignores the tokenizer's EOS token. Nothing is
+  transformers stops at the `eos_token_id` of this file or, if the file is
+  missing, of config.json. The tokenizer's EOS token is ignored. Nothing is
   written if the tokens are listed already, or if all turns end with visible
   text.
   """

@@ -6,9 +6,8 @@ reading it ends the process with SIGBUS, without an error message.
 
 Arrays in memory are hashed whole, and so are files that have at most 256 MiB in
 total. In larger files, only blocks of 64 KiB are hashed: the first and last
-block of each file, and about 4096 evenly spaced blocks. A change that is
-shorter than the distance between blocks may be missed, but `change_times` hints
-at it.
+block of each file, and about 4096 evenly spaced blocks. The fingerprint may
+miss a change between two blocks, but such a change alters `change_times`.
 """
 
 import dataclasses

@@ -37,8 +37,8 @@ class DataConfig:
       code of Python's standard library.
     tokenizer: A `tokenizers` JSON file for text; None to use bytes as ids.
     dtype: The content of the files: text, or token ids of this type.
-    held_out: Share of the stream, taken from its end, to hold out for
-      evaluation: at most half of the stream, but at least one sequence.
+    held_out: Share of the stream to hold out for evaluation, at most 0.5. The
+      held-out part is the end of the stream, and has at least one sequence.
 
   Raises:
     ValueError: Options are incompatible or out of range.
@@ -69,7 +69,7 @@ class TokenSource:
   """A flat stream of token ids below `vocab_size`; see `load_tokens`."""
 
   name: str  # Where the tokens come from; errors show it.
-  parts: Sequence[np.ndarray | TokenFile]  # Flat parts, in the stream's order.
+  parts: Sequence[np.ndarray | TokenFile]  # All flat, in the stream's order.
   vocab_size: int  # `read` checks that every id is below `vocab_size`.
   held_out: float  # The share held out for evaluation, at the stream's end.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks a model the questions of conversations and scores the answers.
+"""Asks a model the questions in conversations and scores the answers.
 
 Each assistant turn that the loss would cover is the reference answer to
 one question. The prompt is everything before that turn, including the data's

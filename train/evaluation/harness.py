@@ -5,9 +5,9 @@
 that is too long loses its beginning. An empty context is replaced by the token
 that `prefix_token` returns. Generated text is cut before the first stop string.
 
-Only texts that are scored as a whole are treated differently. `DecoderLM` puts
-exactly one token before the text and does not score this token. The harness, by
-contrast, also scores a token that the tokenizer adds at the start.
+There is one difference, for texts that are scored as a whole. `DecoderLM` puts
+exactly one token before such a text and does not score this token. The harness
+also scores a token that the tokenizer adds at the start.
 
   lm = DecoderLM(model, text, length=2048)
   lm_eval.simple_evaluate(lm, tasks=["hellaswag"])
@@ -25,7 +25,7 @@ from train.data.text import Text
 from train.evaluation.perplexity import prefix_token, windows
 from train.evaluation.scoring import Request, Scorer
 
-_MOST = 256  # Maximum number of tokens to generate if a task sets none.
+_MOST = 256  # Maximum number of new tokens if a task sets no maximum.
 _MOST_NAMES = (
   "max_gen_toks",
   "max_new_tokens",

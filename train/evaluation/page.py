@@ -49,7 +49,7 @@ def render(models: Sequence[tuple[str, Answers]]) -> str:
 
 
 def _is_shown(turn: Sequence[Answer]) -> bool:
-  """Returns whether a turn is visible if only differences are shown."""
+  """Returns whether the page's filter keeps the conversation of this turn."""
   if len(turn) > 1:
     return len({each.answer for each in turn}) > 1
   return turn[0].is_short and not turn[0].is_match

@@ -117,7 +117,10 @@ def perplexity(
 def windows(
   count: int, length: int, stride: int
 ) -> Iterator[tuple[int, int, int]]:
-  """Yields (start, middle, end); each window counts tokens[middle:end]."""
+  """Yields (start, middle, end) for each window.
+
+  The context is tokens[start:middle], and tokens[middle:end] are counted.
+  """
   done, step = 1, length
   while done < count:
     end = min(count, done + step)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Computes log-probabilities of tokens given the tokens before them.
 
-Rows are padded on the right to one of a few lengths: 64, 128, 256 and so on, up
-to the `Scorer`'s `length`. No real token attends to padding, so padding does
-not change a row's score. One program is compiled for each length that occurs.
+A row is a context followed by its continuation. Rows are padded on the right to
+one of a few lengths: 64, 128, 256 and so on, up to the `Scorer`'s `length`. No
+real token attends to padding, so padding does not change a row's score. One
+program is compiled for each length that occurs.
 """
 
 import functools
@@ -22,7 +23,7 @@ from coat_jax.models import Decoder, VisionLanguageModel
 from train.source import decoder_of
 
 _SMALLEST_BUCKET = 64
-# The number of batches whose rows are sorted by length together.
+# How many batches of rows are sorted by length together.
 _SORTED = 64
 
 
@@ -153,7 +154,7 @@ def _finite(logprobs: np.ndarray) -> np.ndarray:
 def _token_scores(
   graph: Any, params: Any, tokens: Array, images: Array | None
 ) -> tuple[Array, Array]:
-  """Returns log-probabilities of tokens, and whether each is the argmax."""
+  """Returns tokens' log-probabilities, and whether each token is the argmax."""
   model = nnx.merge(graph, params)
   seen = () if images is None else (images,)
   hidden, targets = model(tokens[:, :-1], *seen), tokens[:, 1:]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs tasks of lm-evaluation-harness: its own, or tasks in a folder.
+"""Runs lm-evaluation-harness on its own tasks, or on tasks in a folder.
 
 Nothing is downloaded: a task fails if its data are not on this machine. The
 module requires the `eval` extra.
@@ -49,7 +49,7 @@ class Tasks:
       from lm_eval import tasks  # noqa: F401
     except ModuleNotFoundError as error:
       raise ValueError(
-        f"evaluate: --task needs the extra 'eval', but the module {error.name} "
+        f"evaluate: --task needs the 'eval' extra, but the module {error.name} "
         "is not installed; run pip install '.[eval]', or measure perplexity "
         "with --data"
       ) from error

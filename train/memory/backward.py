@@ -103,16 +103,16 @@ class Layer:
 
   @property
   def unsummed(self) -> float:
-    """Counts gradient values not summed over GPUs by the next MLP's peak."""
+    """Counts gradient values that GPUs have not summed at the next MLP peak."""
     every = sum(self.weights.values())
     if self.fsdp <= _FEW or self.sums_at_once:
       return every
-    # With many GPUs, XLA waits for the sum of gate_up's gradient first.
+    # With many GPUs, XLA first waits until gate_up's gradient is summed.
     return every - self.weights["gate_up"]
 
   @property
   def unsummed_last(self) -> float:
-    """Counts such values while the embedding's gradient is computed."""
+    """Counts unsummed gradient values at the embedding gradient's peak."""
     if self.fsdp <= _FEW and not self.sums_at_once:
       return self.weights["gate_up"]
     return self.unsummed
@@ -169,15 +169,15 @@ def layer_backward(layer: Layer) -> float:
   if not layer.is_on_mesh or layer.expert > 1:
     return layer.saved() + backward(layer)
   # The second forward pass allocates gate and up, queries, keys, values, the
-  # output and matmuls' operands, and with experts, copies of tokens and their
-  # gradients.
+  # output and matmuls' operands. With experts, it also allocates copies of
+  # tokens and their gradients.
   again = 4 * layer.inner + 4.5 * layer.unit + 2 * layer.key + 2 * layer.rows
   return backward(layer) + again
 
 
 # The coefficients below are for a gated MLP. GPT-2's MLP has no gate, but the
-# sums still predict its compiled peak within 1 %. XLA has no arrays for a gate,
-# but keeps a BF16 gradient instead, to compute a bias's gradient from it later.
+# sums still predict its compiled peak within 1 %. Instead of arrays for a gate,
+# XLA keeps a BF16 gradient, from which it later computes a bias's gradient.
 #
 # "Product" below is the elementwise product of the activated gate and up.
 
@@ -185,11 +185,13 @@ def layer_backward(layer: Layer) -> float:
 def _bf16_backward(layer: Layer) -> float:
   inner, unit, weights = layer.inner, layer.unit, layer.weights
   if not layer.is_on_mesh:
-    # The MLP's peak has, in BF16: the gradients of gate, up and product; an
-    # array as large as the weight gate_up; two arrays as large as the residual
-    # stream; and the copies of tokens and their gradients. Attention's peak has
-    # gate, up and product, which are not freed yet, and arrays such as q, k, v,
-    # the output and their gradients (12 * unit).
+    # The MLP's peak has, in BF16:
+    #   the gradients of gate, up and product
+    #   an array as large as the weight gate_up
+    #   two arrays as large as the residual stream
+    #   the copies of tokens, and their gradients
+    # Attention's peak has gate, up and product, which are not freed yet, and
+    # arrays such as q, k, v, the output and their gradients (12 * unit).
     mlp = BF16 * (3 * inner + weights["gate_up"]) + 2 * unit + 2 * layer.rows
     return max(mlp, BF16 * 3 * inner + 12 * unit)
   # On a mesh, the sums contain gathered weights, and copies of the operands
@@ -204,11 +206,13 @@ def _bf16_recomputed(layer: Layer) -> float:
   inner, unit, weights = layer.inner, layer.unit, layer.weights
   is_gated = getattr(layer.model.choices, "is_gated", False)
   gate_up = (1 + is_gated) * inner
-  # The MLP's peak has, in BF16: gate and up, their gradients, the product's
-  # gradient, and all weights except down; queries, attention's output and four
-  # arrays of the residual stream; and keys and values. Instead of the product's
-  # gradient and the weight gate_up, attention's peak has the gradients of its
-  # output, queries, keys and values.
+  # The MLP's peak has, in BF16:
+  #   gate and up, their gradients, and the product's gradient
+  #   all weights except down
+  #   queries, attention's output and four arrays of the residual stream
+  #   keys and values
+  # Attention's peak lacks the product's gradient and the weight gate_up. It has
+  # the gradients of attention's output, queries, keys and values instead.
   mlp = BF16 * (2 * gate_up + inner + weights["gate_up"])
   mlp += 6 * unit + 2 * layer.key
   if layer.experts:
@@ -264,13 +268,15 @@ def _coat_on_mesh(layer: Layer) -> float:
   if not layer.optimizer_in_backward:
     return mlp + layer.grad_value * layer.unsummed
   if layer.sums_at_once:
-    # The peak holds the gradients of all weights; the operands of the matmul
-    # that computes the gradient of qkv's input (weights in E4M3, gradients in
-    # E5M2); and, in BF16, the gradients of the layer's output and of the inputs
-    # of gate_up and qkv.
+    # The peak has these arrays:
+    #   the gradients of all weights
+    #   the operands of the matmul that computes the gradient of qkv's input
+    #     (weights in E4M3, gradients in E5M2)
+    #   in BF16, the gradients of the layer's output, of gate_up's input and of
+    #     qkv's input
     last = layer.grad_value * every + weights["qkv"]
     return max(mlp, last + 3.5 * unit + layer.key)
-  # The peak holds two gradients that are not summed over GPUs yet, the GPU's
+  # The peak has two gradients that are not summed over GPUs yet, the GPU's
   # shards of three summed gradients, and operands of the gradients' matmuls.
   whole, operands = gate_up + weights["qkv"], 2 * inner
   if layer.experts:
@@ -289,14 +295,17 @@ def _coat_mlp(layer: Layer) -> float:
     # gradients of these copies.
     return max((2 * layer.code + 9) * inner, 7 * inner + 1.5 * unit + 2 * rows)
   if layer.recomputes_experts:
-    # The peak has gate and up in FP8; their gradients in BF16; the recomputed
-    # product and its gradient; all copies of tokens and their gradients. Other
-    # arrays have the residual stream's shape: the input, its gradient, the
-    # router's share of this gradient, and both blocks' inputs in FP8.
+    # The peak has these arrays:
+    #   gate and up in FP8, and their gradients in BF16
+    #   the recomputed product, and its gradient
+    #   all copies of tokens, and their gradients
+    #   in the residual stream's shape: the input, its gradient, the router's
+    #     share of this gradient, and both blocks' inputs in FP8
     return (2 * layer.code + 8) * inner + 2 * rows + (3 + layer.code) * unit
-  # The peak has the product's gradient in BF16; the gradients of gate and up
-  # in E5M2, in row layout and in column layout; and the recomputed product in
-  # FP8.
+  # The peak has these arrays:
+  #   the product's gradient in BF16
+  #   the gradients of gate and up in E5M2, in row layout and in column layout
+  #   the recomputed product in FP8
   values = 7 * inner
   if layer.recipe.residuals == "coat" and not layer.experts:
     # Instead of the product and its gradient, the peak has the gradients of
@@ -310,8 +319,8 @@ def _saved_in_mlp(layer: Layer) -> float:
   inner, unit = layer.inner, layer.unit
   saves_product = layer.recipe.residuals == "coat" and not layer.experts
   if layer.is_recomputed:
-    # This counts all that the layer saves, including attention's part; both
-    # blocks' inputs in BF16; and the FP8 operand of gate and up.
+    # In addition to what the layer saves, there are both blocks' inputs in
+    # BF16, and the FP8 operand of gate and up.
     saved = layer.saved() + 2.5 * unit
   elif layer.remat == "fp8":
     # Gate and up are recomputed here; attention is recomputed later.

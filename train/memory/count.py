@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counts the bytes that a layer saves for its backward pass.
 
-We trace `jax.vjp` of one layer, under the `jax.checkpoint` policy of `remat`,
-and count the arrays in the traced program that the backward pass reads, as
-`coat_jax.layers.count` does. Tracing computes nothing, so counting takes a
-fraction of a second for any layer width.
+We trace `jax.vjp` of one layer, under the `jax.checkpoint` policy of `remat`.
+Then we count the arrays in the traced program that the backward pass reads.
+Tracing computes nothing, so this takes a fraction of a second for any layer
+width.
 
 The kind of an array is the name that `coat_jax.layers` gives it for checkpoint
 policies. Arrays that plain autodiff saves (recipes bf16 and fp8_linear) have no
-name. Among these, operands of linear layers have the kind `linear`, and the
-input of the whole layer has the kind `norm`. All others have the kind of the
-`residual_scope` in which they are computed.
+name. They get these kinds:
+  * operands of linear layers: `linear`;
+  * the input of the whole layer: `norm`;
+  * all other arrays: the kind of the `residual_scope` that computes them.
 """
 
 import dataclasses

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the settings that train a model fastest on a number of GPUs.
+"""Finds the settings that train a model fastest on a given number of GPUs.
 
-We plan every run that `candidates` yields, and rank the runs that fit by
-estimated speed. Only ratios of speeds matter. The unit of time is the time per
-token of BF16 layers. In this unit, a microbatch of n tokens on a GPU takes
+We estimate the memory of every run that `candidates` yields, and rank the runs
+that fit by estimated speed. Only ratios of speeds matter. The unit of time is
+the time that BF16 layers take per token. In this unit, a microbatch of n tokens
+on a GPU takes
 
   n * LAYER[recipe][remat] + STEP[params] + IN_BACKWARD
 
@@ -28,18 +29,22 @@ from train.run.metrics import format_table
 from train.weights import Stored
 
 GB = 10**9
-# Time of a layer's forward and backward pass, relative to 16.73 ms in BF16;
-# docs/performance.md, "One decoder layer", has newer times. We did not measure
-# fp8_linear with remat full; we add a forward pass to its time with `none`.
+# Time of a layer's forward and backward pass, relative to BF16 with remat none
+# (16.73 ms). docs/performance.md, "One decoder layer", has newer times. We did
+# not measure fp8_linear with remat full: the value is the time with none plus a
+# forward pass.
 LAYER: dict[str, dict[Remat, float]] = {
   "bf16": {"none": 1.0, "dots": 1.04, "full": 1.27},
   "fp8_linear": {"none": 0.68, "full": 0.90},
   "coat": {"none": 0.66, "fp8": 0.81, "full": 0.83, "fp8_layer": 0.83},
 }
-# The fixed cost of a step, by the format of the weights. On one H200, a step
-# with float32 takes 304 ms for 2 sequences and 491 ms for 4; with bfloat16, it
-# takes 471 ms for 4. The ratios that we estimate are within 2 % of the measured
-# ones. bfloat16_low8 was not measured; we chose a value in between.
+# The fixed cost of a step, by the format of the weights. These values reproduce
+# the ratios of the following times, measured on one H200 with sequences of
+# 2,048 tokens, within 2 %:
+#   float32, 2 sequences   304 ms
+#   float32, 4 sequences   491 ms
+#   bfloat16, 4 sequences  471 ms
+# bfloat16_low8 was not measured; we chose a value in between.
 STEP: dict[Stored, float] = {
   "float32": 1500,
   "bfloat16_low8": 1300,
@@ -47,12 +52,12 @@ STEP: dict[Stored, float] = {
 }
 # Running the optimizer in the backward pass saves 14 ms of 471 to 491 ms.
 IN_BACKWARD = -200
-# The share of memory left free, because plans are not exact. They are within
-# 5 % of the compiler's peak, and mostly within 1 %.
+# The share of memory left free, because planned peaks are not exact. They are
+# within 5 % of the compiler's peak, and mostly within 1 %.
 _MARGIN = 0.02
 _SHOWN = 6
-# fp8_layer rounds the residual stream, so it is ranked first only if it is
-# faster by more than this factor.
+# Remat fp8_layer rounds the residual stream, so a run with fp8_layer is ranked
+# first only if it is faster by more than this factor.
 _ROUNDED = 1.02
 
 
@@ -71,8 +76,8 @@ def candidates(
 
   Recipes bf16 and fp8_linear store weights and moments in f32, as is usual.
   `params` and `remat` restrict the runs to those with the given values; None
-  allows all values. `config` is a run with the `coat` recipe, whose other
-  options are valid for all of these runs.
+  allows all values. `config` is a run with the `coat` recipe, from which all
+  runs get their other options.
   """
   for recipe in ("bf16", "fp8_linear"):
     for kept in LAYER[recipe]:

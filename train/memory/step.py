@@ -18,8 +18,8 @@ We plan the step of `train.step`. It scans the layers, stores gradients in the
 dtypes of the parameters, computes the loss in chunks of logits and donates its
 state. If the optimizer runs in the backward pass, each layer's gradients are
 freed at once. Frozen parts have no gradients. A frozen tower saves nothing for
-the backward pass. A frozen decoder saves as much as a trained one, because the
-projector's gradients pass through its layers.
+the backward pass. A frozen decoder saves as much as a trained decoder, because
+the projector's gradients pass through the decoder's layers.
 """
 
 import dataclasses
@@ -167,8 +167,8 @@ def _plan_decoder(
   weights, value = device_bytes(state.params), layer.value
   matrices = layer.weights
   layers = model.num_layers * sum(matrices.values())
-  # `linear` counts the weights that may have FP8 or BF16 copies, which are all
-  # weights of the layers except the experts'.
+  # `linear` counts the weights that may have FP8 or BF16 copies: all weights of
+  # the layers except the experts'.
   linear = layers
   if layer.experts:
     linear = model.num_layers * (matrices["qkv"] + matrices["out"])
@@ -178,15 +178,15 @@ def _plan_decoder(
     kept += BF16 * linear  # Autodiff saves the weights' BF16 casts.
   cached = 0
   if recipe.linear == "fp8" and recipe.weight_cache == "codes":
-    # FP8 weights are cached in row layout and in column layout. The column
-    # layout is freed after the last forward pass, which is before the peak if
-    # there is only one microbatch. The backward pass reads the row layout.
+    # FP8 weights are cached in row layout, which the backward pass reads, and
+    # in column layout (transposed). The column layout is freed after the last
+    # forward pass. With only one microbatch, this is before the peak.
     layouts = 1 if config.accumulate == 1 else 2
     weights_in_fp8 = layers if recipe.experts == "fp8" else linear
     cached = layouts * weights_in_fp8 / layer.fsdp  # One byte per value.
     if recipe.experts == "fp8" and layer.recomputes_experts and layouts == 1:
-      # The backward pass recomputes gate and up, and so reads their weight in
-      # column layout too.
+      # The backward pass recomputes gate and up, and for this it reads their
+      # weight in column layout.
       cached += model.num_layers * matrices["gate_up"] / layer.fsdp
   summed = 0
   if config.accumulate > 1:  # Sums over microbatches stay allocated.
@@ -225,9 +225,10 @@ def _loss_bytes(layer: Layer, batch: int, seq: int) -> float:
   head, columns = _head(layer), model.vocab_size // layer.tensor
   unit = BF16 * model.d_model * layer.tokens
   logits = batch * vocabulary.loss_positions(batch, seq, columns) * columns
-  # The peak has logits in f32 and their gradient in BF16; the gradient of the
-  # output weights in f32; and hidden states, a copy of them in chunks, and
-  # their gradient.
+  # The peak has these arrays:
+  #   the logits in f32, and their gradient in BF16
+  #   the gradient of the output weights in f32
+  #   in BF16: hidden states, a copy of them in chunks, and their gradient
   total = (F32 + BF16) * logits + F32 * head + 3 * unit
   if layer.value == F32 or layer.is_on_mesh:
     total += BF16 * head  # The output weights in BF16, gathered on a mesh.
@@ -247,8 +248,8 @@ def _embedding_bytes(layer: Layer) -> float:
     if layer.recipe.linear == "fp8" and not layer.optimizer_in_backward:
       total += layer.grad_value * layer.unsummed_last
   elif not layer.optimizer_in_backward:
-    # If the embedding is tied to the output weights, the loss's share of their
-    # gradient is in memory too. With BF16 layers, XLA also allocates zeros.
+    # If the embedding is tied to the output weights, the gradient from the loss
+    # is in memory too. With BF16 layers, XLA also allocates zeros of this size.
     model: Any = layer.model
     count = 2 if layer.recipe.linear == "bf16" else 1
     total += F32 * count * head * model.tied_embeddings
@@ -263,14 +264,14 @@ def _head_in_backward(layer: Layer) -> float:
   if not layer.optimizer_in_backward:
     if layer.recipe.linear == "bf16" and layer.is_recomputed:
       # Before XLA differentiates the layers, it allocates zeros for the
-      # embedding's gradient: in BF16 on a mesh; on one GPU in BF16 and in f32,
-      # but only if the embedding is tied.
+      # embedding's gradient. On a mesh, they are in BF16. On one GPU, it
+      # allocates zeros in BF16 and in f32, but only if the embedding is tied.
       alone = (BF16 + F32) * model.tied_embeddings
       summed += (BF16 if layer.is_on_mesh else alone) * head
     return summed
-  # If the output weights are not tied to the embedding, the optimizer has
-  # updated them, and their gradient is freed. If they are tied, the gradient of
-  # the lookup is added to their gradient later. XLA may allocate zeros for the
+  # The optimizer has already updated untied output weights, and their gradient
+  # is freed. The gradient of tied weights is still needed, because the gradient
+  # of the lookup is added to it later. XLA may allocate zeros for the
   # embedding's gradient before it differentiates the layers.
   return summed * model.tied_embeddings + BF16 * head
 

@@ -13,9 +13,9 @@ Arrays are restored bit for bit, on any number of devices and processes, and no
 batch is repeated or skipped. So a resumed run is bit-identical to a run that
 never stopped, if both use the same compiled program.
 
-The folder gets its name, the step, only after all files and checksums are
-written. A checkpoint is not used if a checksum or the step in `run` does not
-match.
+The folder gets its final name, the step, only after all files and checksums are
+written. A checkpoint is not used if a checksum does not match, or if the step
+in `run` is not the folder's name.
 """
 
 import contextlib
@@ -149,7 +149,7 @@ def _array_items(state: TrainState):
 def _placed(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
   """Adds a sharding if there is none.
 
-  Without one, Orbax would need the devices that saved the checkpoint.
+  Without a sharding, Orbax would need the devices that saved the checkpoint.
   """
   if leaf.sharding is not None:
     return leaf

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes and checks checksums of a checkpoint's files.
 
-Orbax and TensorStore check only their indices, so without checksums a run could
-resume from an array with a flipped bit. TensorStore's own checksums (crc32c)
-require Zarr version 3, but Orbax writes version 2.
+Orbax and TensorStore do not check the contents of arrays. Without checksums, a
+run could resume from an array with a flipped bit. TensorStore's own checksums
+(crc32c) require Zarr version 3, but Orbax writes version 2.
 """
 
 import hashlib
@@ -15,8 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 NAME = "checksums.json"
-# Orbax writes these two files after we have written the checksums. They contain
-# no data of the run, and restoring does not need them.
+# Orbax writes these two files after we have written the checksums. A checkpoint
+# can be restored without them.
 _WRITTEN_LATER = ("_CHECKPOINT_METADATA", "commit_success.txt")
 
 

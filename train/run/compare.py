@@ -14,8 +14,8 @@ from train.run import report
 from train.run.directory import RunDirectory
 from train.run.metrics import format_table, read_metrics
 
-# Training losses are noisy, so tables show a mean over the last steps, at most
-# this many.
+# Training losses are noisy, so tables show a mean over the last steps. This is
+# the maximum number of these steps.
 _LAST = 50
 # Rows of the table: key, label, number format.
 _ROWS = (

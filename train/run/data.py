@@ -73,7 +73,7 @@ class RunData[Config: TrainConfig]:
     return read_ahead(found, threads=self.threads)
 
   def keep_files(self, run: RunDirectory) -> None:
-    """Writes the data's files, if any, into a new run's folder."""
+    """Writes files such as a chat template into a new run's folder."""
     del run
 
   def open_samples(
@@ -84,5 +84,5 @@ class RunData[Config: TrainConfig]:
     *,
     resumed_step: int,
   ) -> Samples | None:
-    """Opens a writer of generated answers; None if none are generated."""
+    """Returns a writer of generated answers, or None to generate no answers."""
     del config, graph, mesh, resumed_step

@@ -22,7 +22,7 @@ _COMMANDS = {
 
 
 class Data(Protocol):
-  """The part of a run's data that is described; see `run.data.RunData`."""
+  """The part of a run's data that `describe` reads; see `run.data.RunData`."""
 
   @property
   def fingerprint(self) -> str: ...
@@ -90,7 +90,8 @@ def check_same(
     ]
 
   fixed, converted = changes("fixed"), changes("converted")
-  # The data's fingerprint may depend on other options, such as seq.
+  # A changed option such as seq may also change the fingerprint. In that case,
+  # report only the option.
   if saved["fingerprint"] != data.fingerprint and not fixed:
     fixed.append("data: the fingerprint differs")
   if fixed or (converted and not config.convert_state):

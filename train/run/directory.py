@@ -199,8 +199,8 @@ class RunDirectory:
 
   def _remove_files(self) -> None:
     """Removes the run's files, and parent folders that become empty."""
-    # Rename checkpoints first. Otherwise, a run could resume from a checkpoint
-    # with missing files.
+    # Rename checkpoints first. Otherwise, if the removal is interrupted, a run
+    # could resume from a checkpoint with missing files.
     if not self.checkpoints.is_symlink():
       checkpoint.set_all_aside(self.checkpoints)
     for item in self._own_files():

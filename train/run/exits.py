@@ -4,7 +4,7 @@
 Training commands may run as several processes. On bad input, all processes
 raise `Stop`, so that none waits for a process that has ended. After other
 failures, the failed process exits immediately (`stop_on_failure`). Commands
-that do not train run in `exit_status`.
+that do not train use `exit_status` instead.
 """
 
 import contextlib

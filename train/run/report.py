@@ -54,10 +54,10 @@ def held_out_means(found: list[Evaluation]) -> dict[str, float]:
 def step_bytes(compiled: jax.stages.Compiled, exact: Any) -> int | None:
   """Counts the bytes that a compiled step needs on each device.
 
-  Arrays of `exact` are not counted, because only a report of the state needs
-  them. Returns None if the compiler does not report sizes.
+  The f32 moments in `exact` are not counted, because only `--report-state`
+  needs them. Returns None if the compiler does not report sizes.
   """
-  # We add sizes, because `peak_memory_in_bytes` lacks temporaries on CPUs.
+  # On CPUs, `peak_memory_in_bytes` does not include temporaries, so add sizes.
   memory = compiled.memory_analysis()
   if memory is None:
     return None
@@ -67,7 +67,10 @@ def step_bytes(compiled: jax.stages.Compiled, exact: Any) -> int | None:
 
 
 def report_state(config: TrainConfig, state: TrainState) -> dict:
-  """Measures the error of encoded moments; counts the powers in codec coat."""
+  """Measures the errors of the stored moments.
+
+  With codec coat, also counts the powers of dynamic range expansion.
+  """
   codec = config.optim.moment_codec()
   state = processes.gather_arrays(state._replace(params=()))
   row: dict = {"state": state_report(state.optimizer, reference=state.exact)}
@@ -77,10 +80,7 @@ def report_state(config: TrainConfig, state: TrainState) -> dict:
 
 
 def _count_powers(state: TrainState) -> dict[str, dict[int, int]]:
-  """Counts how many nonzero groups of each moment have each power.
-
-  In the result, the key of a power is 16 times the power.
-  """
+  """Counts nonzero groups by their expansion power k; the keys are 16 * k."""
   adam, _ = weights.without_low(state.optimizer)
   counts = {}
   for name in ("mu", "nu"):

@@ -5,8 +5,8 @@ Python runs signal handlers only between bytecode instructions, so Ctrl-C would
 do nothing during a long compilation. Here a pipe passes the signal's number to
 a thread, which reacts immediately.
 
-Orbax's `reached_preemption` would need JAX's coordination service, handle only
-SIGTERM, and stop some steps later.
+We do not use Orbax's `reached_preemption`. It needs JAX's coordination service,
+handles only SIGTERM, and stops some steps later.
 """
 
 import os

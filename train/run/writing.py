@@ -18,7 +18,7 @@ from train.options import first_line
 
 
 def check_out(op: str, path: Path) -> None:
-  """Raises ValueError unless `path` is free and can be written."""
+  """Raises ValueError if `path` exists already or cannot be created."""
   check_free(op, path)
   above = next(x for x in path.resolve().parents if x.exists())
   if not above.is_dir():
@@ -110,7 +110,7 @@ def join_writers() -> None:
     if type(thread).__module__.startswith("orbax."):
       threading.Thread.join(thread)  # Orbax's own join would raise.
   # asyncio logs other failed tasks when they are garbage-collected. This may
-  # happen after `quietly` has ended, so the filter stays.
+  # happen after `quietly` has ended, so the filter is never removed.
   logging.getLogger("asyncio").addFilter(_is_of_no_dropped_task)
 
 

@@ -136,11 +136,12 @@ def load_documents(
 ) -> Documents:
   """Reads, tokenizes and truncates the conversations in files.
 
-  A conversation of more than `seq + 1` tokens is cut after the last target span
-  that fits, or after `seq + 1` tokens if none fits. Documents without a target
-  are left out. If `format` is None, a file's format is that of its first row
-  whose format is known. If `skip_bad` is true, bad rows are skipped and
-  counted. Otherwise they raise a ValueError.
+  A target span is a text that the loss covers. A conversation of more than
+  `seq + 1` tokens is cut after the last target span that fits, or after
+  `seq + 1` tokens if no target span fits. Documents without a target are left
+  out. If `format` is None, a file's format is that of its first row in a known
+  format. If `skip_bad` is true, bad rows are skipped and counted. Otherwise
+  they raise a ValueError.
   """
   counts = Counts()
   reader = _Reader(encoder, format, skip_bad, images, counts)
@@ -160,7 +161,8 @@ def load_documents(
       counts.truncated += len(document.tokens) < len(whole.tokens)
       if images is not None:
         # At least one target token is kept, so the cut is at the end of a
-        # target span or inside one. Target spans contain no images.
+        # target span or inside one. Such spans contain no images, so no image
+        # is cut.
         count = images.count(document.tokens)
         document = document._replace(images=document.images[:count])
       kept.append(document)

@@ -2,8 +2,9 @@
 """Turns conversations into token ids and a mask of the target tokens.
 
 The whole text of a conversation is tokenized at once, so that its tokens are
-the same as at inference. A token is a target if any of its characters is part
-of a target span. The first token is never a target.
+the same as at inference. A target span is a range of characters that the loss
+covers. A token is a target if any of its characters is in a target span. The
+first token is never a target.
 """
 
 import itertools

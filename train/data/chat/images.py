@@ -3,8 +3,8 @@
 
 The key `image` or `images` of a row contains a path or a list of paths. The
 user's text contains one `<image>` for each path, in the same order. The
-tokenizer turns `<image>` into a single token. We repeat this token, so that
-there is one for each feature vector that the model computes from the image.
+tokenizer turns `<image>` into a single token. We repeat this token: once for
+each feature vector that the model computes from the image.
 """
 
 import dataclasses
@@ -32,13 +32,13 @@ class RowImage(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ChatImages:
-  """Finds the images of conversations, adds their tokens, and reads them."""
+  """Finds and reads the images of conversations, and adds image tokens."""
 
   preprocessing: Preprocessing
   token: int  # The id of `<image>`.
   tokens_each: int  # Number of tokens per image.
-  # Paths in rows are relative to this folder, or, if it is None, to the folder
-  # of the row's file.
+  # Image paths are relative to this folder. If `folder` is None, they are
+  # relative to the folder of the row's file.
   folder: str | Path | None = None
 
   def of_row(
@@ -77,7 +77,7 @@ class ChatImages:
   def expand(
     self, tokens: np.ndarray, mask: np.ndarray, ends: list[int], *, images: int
   ) -> tuple[np.ndarray, np.ndarray, list[int]]:
-    """Repeats `<image>` in tokens and mask; adjusts the ends of targets."""
+    """Repeats `<image>` tokens and their mask; moves the ends of targets."""
     is_image = tokens == self.token
     if (count := int(is_image.sum())) != images:
       raise BadData(

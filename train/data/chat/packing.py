@@ -90,7 +90,8 @@ def pack(
     return PackedRows(documents, [(int(i),) for i in numbers], seq, images)
   order = np.random.default_rng(seed).permutation(numbers)
   order = order[np.argsort(-lengths[order], kind="stable")]
-  # rooms[i] lists (free tokens, row), sorted, for rows with i free image slots.
+  # rooms[i] is a sorted list of (free tokens, row), for rows that have i free
+  # image slots.
   rooms: list[list[tuple[int, int]]] = [[] for _ in range(images + 1)]
   members: list[list[int]] = []
   for i in order.tolist():

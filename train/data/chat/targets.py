@@ -11,11 +11,11 @@ finds a turn with certainty, an error is raised.
     assistant's turns. The text that differs is what the assistant wrote. This
     method is fast, and works for templates that drop the reasoning of earlier
     turns.
-  * By beginnings: render the messages before a turn with the generation prompt,
-    to find the turn's start. Render these messages and the turn, to find its
-    end. The whole text must begin with the first of these two texts, and also
-    with the second, up to the turn's end. This method works even if a template
-    fails when different words replace a tool call.
+  * By beginnings: render only the messages before a turn, with the generation
+    prompt. The turn starts where this text ends. Then render these messages and
+    the turn, to find where the turn ends. The whole text must begin with the
+    first text, and with the second text up to the turn's end. This method works
+    even if a template fails when different words replace a tool call.
 """
 
 import dataclasses
@@ -143,8 +143,8 @@ class TargetFinder:
     changed[i] = {"role": "assistant", "content": other}
     rendered = self._try(changed, chat.tools) or ""
     if rendered.count(other) == 1:
-      # What the whole text contains between `before` and `after` is the turn as
-      # the template wrote it, for example without its reasoning.
+      # Between `before` and `after`, the whole text has the turn as the
+      # template wrote it, for example without its reasoning.
       before, after = rendered.split(other)
       start, end_text = self._start(before), self._end_text(chat, i)
       if start is not None and not text.startswith(before[:start]):
