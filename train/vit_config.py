@@ -23,8 +23,8 @@ class ImageData:
 
   Attributes:
     folder: A folder with one folder of images per class, or with the folders
-      `train` and `test` (or `val` or `validation`), which each have one folder per class; see
-      `train.data.labelled`.
+      `train` and `test` (or `val` or `validation`), which each have one folder
+      per class; see `train.data.labelled`.
     held_out: Share of each class's images to hold out for evaluation, at most
       0.5. At least one image of each class is held out. The share is not used
       if there is a folder of held-out images.

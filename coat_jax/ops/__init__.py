@@ -8,20 +8,20 @@ differentiable: `layers` pairs forward and backward operations with
 `jax.custom_vjp`. `activated`, `activation_values`, `activation_derivative`,
 `norm_values` and `norm_gradients` are not `Op`s but functions in plain jnp.
 
-Matmuls read `Operand`s: FP8 codes in the layout that the matmul needs, scaled
-by a `Scaling`. Norms and activation functions read `QTensor`s with one BF16
-scale per 1 x G group of the last axis. They compute in f32, and do not round to
-BF16 between reading and writing codes. Matmuls accumulate in f32, and return
-`dtype`. `dy` and other gradients that are not operands are BF16 or f32; `dx` is
-returned in `dtype`. A definition calls other definitions, never a kernel, so
-"xla" is plain jnp throughout.
+Matmuls read `Operand`s, which contain FP8 codes and their scales. They
+accumulate in f32, and return the dtype `dtype`.
 
-COAT's Group Scaling: `norm_input` and `activation_input` also find the scale of
-the norm's or activation function's output. So the operations that later write
-this output as an operand need no extra pass over their input to find the scale.
-Inside `jax.shard_map`, devices along a scaling's `axis_names` hold shards of
-one tensor and share a scale. Without `axis_names`, each device computes its own
-scale.
+Norms and activation functions read `QTensor`s, which have one BF16 scale per
+1 x G group of the last axis. They compute in f32, without rounding to BF16
+before they write codes. Gradients that are not operands, such as `dy`, are BF16
+or f32; `dx` is returned in `dtype`.
+
+COAT's Group Scaling: `norm_input` and `activation_input` quantize the input of
+a norm or activation function, and also find the scale of its output. The later
+operation that writes this output as an operand then needs no extra pass to find
+the scale. Inside `jax.shard_map`, devices along a scaling's `axis_names` hold
+shards of one tensor and share a scale. Without `axis_names`, each device
+computes its own scale.
 
 Source: arXiv:2410.19313, section 5; backward formulas are the derivatives.
 """

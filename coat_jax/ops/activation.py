@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activation functions of FP8 values in plain jnp: f(x), and gated f(gate) up.
+"""Activation functions of FP8 values in plain jnp: f(x) or f(gate) * up.
 
-`parts` is (x,) or (gate, up), `QTensor`s [..., F]. `scale` comes from
-`activation_input`. `activation_bwd_operands` recomputes the function's output,
+`parts` contains the quantized input, as `QTensor`s [..., F]: (x,), or
+(gate, up) if the function is gated. `scale` is the output's scale, which
+`activation_input` finds. `activation_bwd_operands` recomputes the output,
 because the weight gradient of the next matmul needs it.
 
 A `factor` [..., 1] multiplies each row of the output, and thus each row of the
@@ -48,7 +49,7 @@ _SQRT_2_OVER_PI = 0.7978845608028654
 _CUBIC = 0.044715
 _QUICK = 1.702
 
-# For all x, |f'(x)| is smaller, and |f(x)| is at most |x|.
+# For all functions f, |f'(x)| < _STEEPEST and |f(x)| <= |x|.
 _STEEPEST = 1.13
 
 
@@ -117,7 +118,7 @@ def activation_input(
   output: Scaling = VALUES,
   factor: Array | None = None,
 ) -> tuple[Parts, Scales | None]:
-  """Quantizes the input; finds the output's scale.
+  """Quantizes an activation function's input, and finds the output's scale.
 
   x has the shape [..., F], or [..., 2 F] if gate and up are concatenated.
   """
@@ -137,7 +138,7 @@ def activation_fwd(
   scale: Scales | None = None,
   factor: Array | None = None,
 ) -> Operand:
-  """Computes f(x) or f(gate) * up as an operand, in rows only."""
+  """Computes f(x) or f(gate) * up as an operand in the row layout."""
   y, n = _activated(parts, activation)
   return output.quantize_joined([_times(y, factor)], n, scale, "rows")
 
@@ -146,7 +147,7 @@ def activation_fwd(
 def activation_bwd(
   dy: Array, parts: Parts, *, activation: Activation
 ) -> tuple[Array, ...]:
-  """Computes the gradient of each part in f32."""
+  """Computes the gradient of x, or of gate and up, in f32."""
   gradients = _gradients(dy, parts, activation)
   return tuple(join_groups(x, dy.shape[-1]) for x in gradients)
 
@@ -163,15 +164,19 @@ def activation_bwd_operands(
   factor: Array | None = None,
   has_sums: bool = False,
 ) -> tuple[Operand, Operand, Array | None, Array | None]:
-  """Computes the input's gradient in both layouts, and the output in columns.
+  """Computes the input's gradient and the output as operands of matmuls.
 
-  The input is x, or gate and up concatenated. If `has_sums`, the third result
-  is the gradient of a bias that was added to the input: the input's gradient
-  before rounding, summed over rows in f32. With a `factor`, the fourth result
-  is the factor's gradient, f32 [..., 1].
+  If the gradient gets one E5M2 scale per tensor, the scale comes from
+  `gradient_bounds`, because E5M2 has range to spare. Other scales come from the
+  gradient itself.
 
-  One E5M2 scale per tensor comes from `gradient_bounds`, because E5M2 has range
-  to spare. Other scales come from the gradient itself.
+  Returns:
+    The gradient of x, or of gate and up concatenated, in the row and the column
+      layout.
+    The output, in the column layout.
+    If `has_sums`, the gradient of a bias that was added to the input: the
+      input's gradient before rounding, summed over rows in f32.
+    If there is a `factor`, its gradient, f32 [..., 1].
   """
   n, dx = dy.shape[-1], _gradients(dy, parts, activation, factor)
   dfactor = None
@@ -201,7 +206,7 @@ def activation_bwd_operands(
 def gradient_bounds(
   dy: Array, parts: Parts, factor: Array | None = None
 ) -> Array:
-  """Bounds the magnitude of the gradient in each group, f32 [..., groups]."""
+  """Bounds the input gradient's magnitude in each group, f32 [..., groups]."""
   size = parts[0].group_size
   assert size is not None
   magnitudes = [
@@ -214,7 +219,11 @@ def gradient_bounds(
 
 
 def largest_gradient(dy: Array, magnitudes: Sequence[Array]) -> Array:
-  """Bounds a gradient, given the largest |dy|, and |x| or |gate| and |up|."""
+  """Bounds the magnitude of the input's gradient.
+
+  `dy` is the largest |dy|. `magnitudes` contains the largest |x|, or the
+  largest |gate| and the largest |up|.
+  """
   if len(magnitudes) == 1:
     return dy * _STEEPEST
   gate, up = magnitudes
@@ -227,14 +236,14 @@ def activated(parts: Parts, *, activation: Activation) -> Array:
 
 
 def _activated(parts: Parts, activation: Activation) -> tuple[Array, int]:
-  """Computes `activated` in groups; also returns the width of a row."""
+  """Computes `activated` as [..., groups, size]; also returns F."""
   x, *others = _values(parts)
   y = activation_values(x, activation=activation)
   return y * others[0] if others else y, parts[0].qvalue.shape[-1]
 
 
 def _times(x: Array, factor: Array | None) -> Array:
-  """Multiplies rows in groups, [..., groups, size], by factors [..., 1]."""
+  """Multiplies x [..., groups, size] by one factor per row, [..., 1]."""
   if factor is None:
     return x
   factor = factor[..., None]
@@ -247,7 +256,7 @@ def _gradients(
   activation: Activation,
   factor: Array | None = None,
 ) -> tuple[Array, ...]:
-  """Computes `activation_bwd` in groups, and multiplies by the factor."""
+  """Computes `activation_bwd` as [..., groups, size], times `factor`."""
   x, *others = _values(parts)
   dy = split_groups(in_groups(dy, x.shape[-1]), x.shape[-1])
   dy = dy.astype(jnp.float32)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention in plain jnp, forward and backward, in chunks of queries.
 
-Like FlashAttention, this saves q, k, v, the output and each row's log-sum-exp,
-and recomputes the probabilities of one chunk of queries at a time, so that no
-[T, S] matrix is ever in memory. With a window, a chunk reads window + chunk
-keys, so T (window + chunk) scores are computed instead of T S.
+As in FlashAttention, the forward pass saves only q, k, v, the output and each
+query's log-sum-exp. The backward pass recomputes the probabilities of one chunk
+of queries at a time, so no [T, S] matrix is ever in memory. With a window, a
+chunk reads only window + chunk keys instead of S.
 
 Shapes: q [B, T, N, H]; k, v [B, S, K, H], for B sequences, T queries, S keys,
 N query heads and K key heads, all of size H. N is a multiple of K, and query
@@ -66,8 +66,8 @@ def attention_fwd(
 ) -> AttentionResiduals:
   """Computes softmax(scores) v and the log-sum-exp of each query's scores.
 
-  `kind` determines the scores. `segments`, if passed, are integers [B, T] that
-  give each token's segment; S must be T. A query sees only keys of its segment.
+  `kind` determines the scores. `segments`, if passed, are integers [B, T], one
+  per token, and S must be T. A query then sees only keys of its own segment.
   """
 
   def one_chunk(args):
@@ -136,21 +136,16 @@ def attention_bwd(
 
 
 class Chunk(NamedTuple):
-  """A chunk of queries [B, chunk, K, R, H], and the keys that it reads.
+  """A chunk of queries, and the range of keys that it reads."""
 
-  The chunk's first query has index `start` and the same position as key
-  `start + offset`. There are `all` keys in total. The chunk reads `length` of
-  them, beginning with key `first`.
-  """
-
-  q: Array
-  start: Array
-  segments: Array | None
+  q: Array  # The queries, [B, chunk, K, R, H] with R = N / K.
+  start: Array  # Index of the first query.
+  segments: Array | None  # Segments of the queries, [B, chunk].
   kind: AttentionKind
-  offset: int
-  first: Array | int
-  length: int
-  all: int
+  offset: int  # Query i has the same position as key i + offset.
+  first: Array | int  # Index of the first key to read.
+  length: int  # Number of keys to read.
+  all: int  # Number of all keys, S.
 
   @classmethod
   def of(cls, queries, segments, q, k, kind: AttentionKind) -> "Chunk":
@@ -161,11 +156,11 @@ class Chunk(NamedTuple):
     offset = s - q.shape[1]
     if kind.window is None or kind.window + size >= s:
       return cls(x, start, own, kind, offset, 0, s, s)
-    # The queries see window + size - 1 keys. We read one more, because matmuls
-    # are fast at multiples of 8, such as 4352 keys for a window of 4096.
+    # The queries see window + size - 1 keys. We read one key more, because
+    # matmuls are fast at multiples of 8, such as 4352 for a window of 4096.
     length = kind.window + size
-    # At both ends of the sequence, shift the slice so that it stays inside. It
-    # then contains keys that no query of the chunk sees; the mask hides them.
+    # Near the ends of the sequence, clip the start, so that the slice of keys
+    # stays inside. The mask hides keys that no query of the chunk sees.
     first = jnp.clip(start + offset - kind.window, 0, s - length)
     return cls(x, start, own, kind, offset, first, length, s)
 
@@ -185,8 +180,8 @@ class Chunk(NamedTuple):
   def scores(self, k: Array, segments: Array | None):
     """Computes masked scores, and their derivatives with respect to q k^T.
 
-    Both are f32 [B, K, R, chunk, length]. Without a soft cap, however, all
-    derivatives are equal, and one number is returned for them.
+    Scores are f32 [B, K, R, chunk, length]. With a soft cap, derivatives have
+    the same shape. Without a soft cap, the derivative is a constant float.
     """
     scale, cap = self.kind.scale_of(self.q.shape[-1]), self.kind.soft_cap
     products = einsum_f32("btkrh,bskh->bkrts", self.q, self.read(k))
@@ -241,8 +236,8 @@ def in_chunks(x: Array | None) -> tuple[Array, Array] | None:
   x = jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))
   x = x.reshape(x.shape[0], x.shape[1] // chunk, chunk, *x.shape[2:])
   x, first = jnp.moveaxis(x, 1, 0), jnp.arange(x.shape[1]) * chunk
-  # Make masks depend on data. Otherwise they would be the same in every layer,
-  # and XLA would compute all of them before a scan over layers, and keep them.
+  # The barrier makes masks depend on data. Otherwise, XLA would compute all of
+  # them before a scan over layers, and keep them in memory.
   return jax.lax.optimization_barrier((x, first))
 
 

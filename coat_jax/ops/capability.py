@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compute capability of the NVIDIA GPU that traced code is for.
+"""The compute capability of the NVIDIA GPU that code is traced for.
 
 Kernels were written for Hopper, which has capability 9.0. A kernel that older
 GPUs cannot run calls `why_not_before` in its `why_not`.
@@ -14,11 +14,11 @@ FP8 = 8.9  # Ada is the first GPU that converts and multiplies E4M3.
 HOPPER = 9.0
 
 # All GPU tests pass on Hopper. For other GPUs, tests/aot/test_other_gpus.py
-# compiles the kernels, but no kernel has ever run there.
+# compiles the kernels, but they have never run on these GPUs.
 RUN = (HOPPER,)
 COMPILED = (8.0, 8.9, 10.0, 12.0)
 
-# If a GPU is only described, as for AOT compiling, JAX knows only its name.
+# If code is compiled ahead of time for an absent GPU, JAX knows only its name.
 _KINDS = {
   r"A30|A100|A800": 8.0,
   r"A2|A10G?|A16|A40|RTX A\d+|RTX 30\d\d": 8.6,
@@ -31,11 +31,10 @@ _KINDS = {
 
 
 def capability() -> float | None:
-  """Returns the capability of the GPU that traced code is for.
+  """Returns the capability of the GPU that code is traced for.
 
-  Returns None without an NVIDIA GPU. Also returns None if the capability is
-  unknown, as for a described GPU that `_KINDS` does not list; kernels then
-  assume Hopper.
+  Returns None if there is no NVIDIA GPU. Also returns None if the capability is
+  unknown (`_KINDS` may lack the GPU); kernels then assume Hopper.
   """
   device = jax.sharding.get_abstract_mesh().abstract_device
   kind = getattr(device, "device_kind", "")
@@ -49,7 +48,7 @@ def capability() -> float | None:
 
 
 def is_before(least: float) -> bool:
-  """Returns whether the GPU is known to have a lower capability."""
+  """Returns whether the GPU's capability is known and below `least`."""
   found = capability()
   return found is not None and found < least
 

@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """FP8 matmuls written in the form that XLA compiles to one cuBLASLt call.
 
-XLA compiles a `dot_general` with an FP8 algorithm and a multiplication by a
-scalar to one call under two conditions. The `dot_general` must contract the
-last axis of both operands, and both operations must use the result's dtype. Any
-other form adds a separate pass over the result or an operand. An added bias
-becomes part of the call, and so does a matrix that is added after the bias. If
-the result is BF16, XLA:GPU does not round the scalar and the sums to BF16, so
-they are f32 inside the call.
+XLA compiles these operations, if all have the result's dtype, to one call:
 
-The call accepts one scalar, so the two scales are multiplied first. If their
-product is below f32's smallest normal number, 1.2e-38, the product and the
-result are inexact or 0. (This happens to gradients whose largest value is below
-about 1e-29.) A float16 result requires a float16 scalar, which is inexact below
-6e-5, and 0 below 3e-8. The definition in `ops.linear` has no such limit.
+  - a `dot_general` with an FP8 algorithm, over the last axis of both operands
+  - a multiplication by a scalar
+  - optionally, the addition of a bias, and then of a matrix
+
+In any other form, XLA adds a pass over the result or an operand. If the result
+is BF16, the scalar and the sums are nevertheless f32 inside the call.
+
+The scalar is the product of both operands' scales, and may be too small for its
+dtype. The definition in `ops.linear` has no such limit.
+
+  BF16, f32 result  inexact or 0 below 1.2e-38 (gradients below about 1e-29)
+  f16 result        inexact below 6e-5, 0 below 3e-8, because the scalar is f16
 """
 
 import math
@@ -37,7 +38,7 @@ _PRECISE = jax.lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32
 
 
 def _matmul(a: QTensor, b: QTensor, dtype: DTypeLike, algorithm) -> Array:
-  """Returns `a @ b.T` [m, n] from one cuBLASLt call: a [m, k], b [n, k]."""
+  """Returns `a @ b.T` [m, n] for a [m, k] and b [n, k], from one call."""
   scale = a.scale * b.scale
   product = jax.lax.dot_general(
     a.qvalue,
@@ -90,7 +91,7 @@ def linear_fwd(
   add: Array | None = None,
   bias: Array | None = None,
 ) -> Array:
-  """`ops.linear_fwd`."""
+  """Computes `ops.linear_fwd`."""
   assert x.rows is not None
   y = _matmul(in_rows(x), in_columns(w), dtype, _FAST)
   if bias is not None:
@@ -104,7 +105,7 @@ def linear_fwd(
 def linear_dgrad(
   g: Operand, w: Operand, *, dtype: DTypeLike = jnp.bfloat16
 ) -> Array:
-  """`ops.linear_dgrad`."""
+  """Computes `ops.linear_dgrad`."""
   assert g.rows is not None
   dx = _matmul(in_rows(g), in_rows(w), dtype, _PRECISE)
   return dx.reshape(*g.rows.shape[:-1], dx.shape[-1])
@@ -114,5 +115,5 @@ def linear_dgrad(
 def linear_wgrad(
   x: Operand, g: Operand, *, dtype: DTypeLike = jnp.float32
 ) -> Array:
-  """`ops.linear_wgrad`."""
+  """Computes `ops.linear_wgrad`."""
   return _matmul(in_columns(x), in_columns(g), dtype, _PRECISE)

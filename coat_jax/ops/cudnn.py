@@ -2,15 +2,16 @@
 """Attention by cuDNN, forward and backward, in BF16 or f16.
 
 JAX has no public functions for most of this, so this file calls private
-functions of JAX; no other file in `coat_jax` does. If the installed JAX lacks
-one of them, `_why_not` reports it, and attention runs in another
-implementation.
+functions of JAX. No other file in `coat_jax` calls private functions. If the
+installed JAX lacks one of them, `_why_not` says so, and attention runs in
+another implementation.
 
-From JAX 0.12 on, JAX's cuDNN call accepts a function that changes the scores,
-such as a soft cap. We never pass such a function, so soft caps are not
-supported. Segments are not supported either: cuDNN's packed layout needs the
-offsets and lengths of a fixed number of segments, but we have only an id for
-each token.
+Two options are not supported:
+
+  soft caps  From JAX 0.12 on, JAX's cuDNN call accepts a function that changes
+             the scores, but we never pass one.
+  segments   cuDNN needs the offsets and lengths of a fixed number of segments,
+             but we have only a segment id for each token.
 """
 
 import inspect
@@ -92,7 +93,7 @@ def attention_fwd(
     return_residual=True,
   )
   out, lse = results
-  # cuDNN's statistics are [B, N, T].
+  # cuDNN's log-sum-exp is [B, N, T].
   return AttentionResiduals(out, jnp.swapaxes(lse, 1, 2))
 
 

@@ -4,16 +4,16 @@
 A call passes the arguments of the operation's definition, and `implementation`:
 
   None          runs the first kernel for this GPU or TPU that supports these
-                arguments, else "xla"
+                arguments; if there is none, runs the definition
   "xla"         runs the definition
-  another name  runs that implementation, or raises an `Unsupported` error if it
-                cannot run these arguments
+  another name  runs that kernel; raises `Unsupported` if the kernel does not
+                support these arguments
 
 `explain` reports which implementation would run, and why.
 
 To add your implementation, set `op.kernels["name"] = function`. The function
-needs the definition's signature. Decorate it with `@kernel(why_not)` if it
-cannot run all arguments.
+needs the definition's signature. If the function does not support all
+arguments, decorate it with `@kernel(why_not)`.
 """
 
 import dataclasses
@@ -45,11 +45,11 @@ from coat_jax.ops.types import Unsupported
 # operation's name. The module is imported when it is first needed.
 type Kernel = str | Callable[..., Any]
 
-# XLA can partition calls of these implementations, because they are written in
-# jnp or JAX defines how to partition them.
+# XLA can partition these implementations, because they are written in jnp, or
+# because JAX defines how to partition them.
 _PARTITIONED = ("cublas", "cudnn", "cuda")
 
-# All other kernels are for NVIDIA GPUs.
+# Kernels that are not listed here are for NVIDIA GPUs.
 _PLATFORMS = {"mosaic_tpu": "tpu"}
 _DEVICES = {"cuda": "a GPU", "tpu": "a TPU"}
 
@@ -60,8 +60,8 @@ class Op[R]:
 
   Attributes:
     definition: the operation in plain jnp; determines the signature.
-    kernels: maps an implementation's name to its kernel. The first one that
-      supports the platform and the arguments runs. You may add your own.
+    kernels: maps an implementation's name to its kernel. The first kernel that
+      supports the platform and the arguments runs. You may add kernels.
     check: a function that raises for arguments that no implementation supports,
       or None.
   """
@@ -137,8 +137,8 @@ class Op[R]:
       kernel = functools.partial(self.kernel(name), **kwargs)
       if _is_on_mesh():
         return kernel(*args)
-      # Choose again at lowering: a machine with a GPU can also run this on its
-      # CPU.
+      # Choose again at lowering, because a machine with a GPU can also run the
+      # traced code on its CPU.
       default = functools.partial(self.definition, **kwargs)
       return jax.lax.platform_dependent(
         *args,
@@ -148,7 +148,7 @@ class Op[R]:
     return self.definition(*args, **kwargs)
 
   def why_not(self, implementation: str, args, kwargs) -> str | None:
-    """Returns why an implementation cannot run these arguments, or None."""
+    """Returns why an implementation rejects these arguments, or None."""
     if implementation not in _PARTITIONED and may_be_partitioned():
       return (
         f"{self.name}: with several devices, {implementation} can run only "
@@ -203,8 +203,8 @@ def op[R](
 ) -> Callable[[Callable[..., R]], Op[R]]:
   """Returns a decorator that makes a definition an `Op`: `@op(mosaic="norm")`.
 
-  Modules of kernels are in `ops` for `cublas` and `cudnn`, else in
-  `pallas.<implementation>`.
+  Each keyword names an implementation and passes its `Kernel`. The modules of
+  `cublas` and `cudnn` are in `ops`, others in `pallas.<implementation>`.
   """
 
   def make(definition: Callable[..., R]) -> Op[R]:
@@ -246,8 +246,8 @@ def kernel[**P, R](
 def _is_on_mesh() -> bool:
   """Returns whether code is traced in a shard_map over devices of a known kind.
 
-  Such code is lowered for the mesh's platform only, so it need not choose the
-  platform at lowering. In code with a collective, XLA would compile this choice
+  Such code is lowered only for the mesh's platform, so `_choose` need not defer
+  its choice to lowering. With a collective, XLA would compile a deferred choice
   to a conditional, at which the host would wait for the device.
   """
   mesh = jax.sharding.get_abstract_mesh()
@@ -259,7 +259,7 @@ def _platform_of(kernel: str) -> str:
 
 
 def target() -> str | None:
-  """Guesses the platform of traced code: "cuda", "tpu", or None for others."""
+  """Guesses where traced code will run: "cuda", "tpu" or None (elsewhere)."""
   device = jax.sharding.get_abstract_mesh().abstract_device
   # In JAX 0.10, abstract devices have no attribute `platform`.
   platform = getattr(device, "platform", jax.default_backend())

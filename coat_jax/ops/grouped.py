@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grouped matmuls: multiply each row by the weight of its group.
 
-In a mixture of experts, a group is the rows of one expert. The rows of a group
-are contiguous: the first sizes[0] rows belong to group 0, and so on. A group
-may be empty. Rows after the last group belong to no group: their results are
-zero, and they add nothing to a weight's gradient. In `grouped_wgrad`, g must be
-finite in these rows, because kernels set these rows to zero only in x.
+In a mixture of experts, a group contains the rows of one expert. The first
+sizes[0] rows belong to group 0, the next sizes[1] rows to group 1, and so on. A
+group may be empty.
+
+Rows after the last group belong to no group: their results are zero, and they
+add nothing to a weight's gradient. In `grouped_wgrad`, g must be finite in
+these rows, because kernels set only x to zero there.
 """
 
 import jax.numpy as jnp
@@ -24,7 +26,7 @@ def _check_g(g: Array, w: Array, sizes: Array, **_) -> None:
 
 
 def _check_weights(rows, w, sizes, axis: int, needed: str) -> None:
-  """Raises unless the rows are as wide as this axis of the weights."""
+  """Raises unless the rows fit this axis of the weights."""
   fits = rows.ndim == 2 and w.ndim == 3 and sizes.shape == w.shape[:1]
   if not fits or rows.shape[1] != w.shape[axis]:
     raise ValueError(
@@ -45,10 +47,10 @@ def _check_rows(x: Array, g: Array, sizes: Array, **_) -> None:
 def ragged_product(
   a: Array, b: Array, sizes: Array, summed: tuple[int, int], ragged: int = 0
 ) -> Array:
-  """Sums in f32 over the axes `summed` of a and b.
+  """Multiplies a and b, and sums over one axis of each (`summed`), in f32.
 
-  Axis `ragged` of `a` is divided into groups. If that axis is not summed over,
-  axis 0 of `b` has an entry for each group.
+  Axis `ragged` of `a` is divided into groups. If the product is not summed over
+  that axis, axis 0 of `b` has an entry for each group.
   """
   dimensions = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(([summed[0]], [summed[1]]), ([], [])),

@@ -3,10 +3,10 @@
 
 Rows are sorted by group, as in `ops.grouped`. Rows after the last group must be
 zero, so that they do not affect the scale and add nothing to a weight's
-gradient. Their results are then zero too.
+gradient. The results of these rows are then zero too.
 
-All tokens share a scale, all gradients share a scale, and each group's weight
-has a separate scale. Codes are multiplied exactly, and sums are f32.
+All rows of x share one scale, all rows of g share one scale, and each group's
+weight has its own scale. Codes are multiplied exactly, and summed in f32.
 """
 
 import jax
@@ -65,7 +65,7 @@ def quantize_experts(
 ) -> Operand:
   """Quantizes weights [E, D, F]: rows [E, D, F], columns [E, F, D], scale [E].
 
-  If an earlier call quantized the same weights, pass its `scale`.
+  To reuse the scales of an earlier call for the same weights, pass `scale`.
   """
   if scale is None:
     scale = jax.vmap(scaling.find_scale)(w)
@@ -105,7 +105,7 @@ def _check_columns(x: Operand, g: Operand, sizes: Array, **_) -> None:
 
 
 def group_of_rows(sizes: Array, m: int) -> Array:
-  """Returns the group of each of m rows; rows in no group get the last one."""
+  """Returns each row's group [m]; rows after the last group get its index."""
   group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(m), side="right")
   return jnp.minimum(group, len(sizes) - 1)
 

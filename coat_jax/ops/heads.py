@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Splits a projection into heads with RoPE, and joins heads, in plain jnp.
+"""Splits a QKV projection into heads with RoPE, and joins heads, in plain jnp.
 
 The projection's columns are ordered by key head. For each of the K key heads,
-they contain the N / K query heads that share it, then the key and the value.
+the N / K query heads that share it come first, then the key, then the value.
 """
 
 import jax.numpy as jnp
@@ -64,7 +64,7 @@ def _check_heads(dq, dk, dv, *_, **__) -> None:
 def join_heads(
   dq: Array, dk: Array, dv: Array, cos: Array | None, sin: Array | None
 ) -> Array:
-  """Computes the transpose of `split_heads`: [B, T, (N + 2 K) H]."""
+  """Computes qkv's gradient [B, T, (N + 2 K) H], given dq, dk and dv."""
   b, t, kv_heads, h = dk.shape
   heads = dq.shape[2] // kv_heads
   dq, dk = rotate_back(dq, cos, sin), rotate_back(dk, cos, sin)
@@ -90,8 +90,9 @@ def join_heads_operand(
 ) -> tuple[Operand, Array | None]:
   """Quantizes the result of `join_heads` for the projection's backward pass.
 
-  Returns the operand in both layouts. If `has_sums`, also returns the result of
-  `join_heads` summed over tokens, f32 [(N + 2 K) H], for a bias.
+  Returns the operand in the row and the column layout. If `has_sums`, also
+  returns the gradient of a bias, f32 [(N + 2 K) H]: the result of `join_heads`
+  summed over tokens.
   """
   joined = join_heads.definition(dq, dk, dv, cos, sin)
   sums = None

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matmuls of operands in plain jnp, forward and backward.
 
-With block scales, kernels sum 128 products of codes, multiply the sum by the
-scales of both blocks, and add these results in f32. The definition multiplies
-the codes by the scales first. These products are exact in BF16, because block
-scales are powers of two, so only sums are rounded.
+If operands have block scales, kernels sum products of codes within each block
+of 128, multiply each sum by both operands' scales, and add the results in f32.
+The definitions in this file instead multiply codes by scales before the matmul.
+That is exact in BF16, because block scales are powers of two.
 """
 
 import jax
@@ -43,7 +43,7 @@ def _check_linear(x, w, *, bias=None, add=None, **_) -> None:
 
 
 def shapes_of(operand: Operand) -> str:
-  """Describes the shapes of an operand's layouts for an error message."""
+  """Returns the shapes of an operand's codes, for an error message."""
   shapes = [None if x is None else x.shape for x in operand[:2]]
   return f"rows {shapes[0]} and columns {shapes[1]}"
 

@@ -52,10 +52,13 @@ def norm_values(
 ) -> tuple[Array, NormStats]:
   """Computes y = (x - mean) rstd gamma + beta and the statistics, in f32.
 
-  x is [..., D]; gamma and beta are [D] or None. For "rms", no mean is
-  subtracted, and rstd = (mean(x^2) + eps)^-1/2. For "layer",
-  rstd = (var(x) + eps)^-1/2. Inside `jax.shard_map`, devices along `axis_names`
-  hold shards of each row.
+  x is [..., D]; gamma and beta are [D] or None.
+
+    kind     mean         rstd
+    "rms"    none         (mean(x^2) + eps)^-1/2
+    "layer"  mean(x)      (var(x) + eps)^-1/2
+
+  Inside `jax.shard_map`, devices along `axis_names` hold shards of each row.
   """
   check_norm(x, gamma, beta, kind=kind, eps=eps)
   x = x.astype(jnp.float32)
@@ -69,7 +72,7 @@ def norm_values(
 
 
 def _mean(x: Array, axis_names: tuple[str, ...]) -> Array:
-  """Averages whole rows, of which devices along `axis_names` hold shards."""
+  """Averages whole rows; devices along `axis_names` hold shards of each."""
   mean = jnp.mean(x, axis=-1)
   return jax.lax.pmean(mean, axis_names) if axis_names else mean
 
@@ -148,7 +151,7 @@ def norm_fwd(
   scale: Scales | None = None,
   layout: Layout = "rows",
 ) -> Operand:
-  """Normalizes quantized x; returns the operand of the matmul that follows."""
+  """Normalizes quantized x; returns the operand of the next matmul."""
   y = _normalized(x.dequantize(), gamma, beta, stats)
   return output.quantize(y, scale, layout)
 
@@ -163,7 +166,7 @@ def norm_bwd(
   dtype: DTypeLike = jnp.bfloat16,
   add: Array | None = None,
 ) -> tuple[Array, Array, Array]:
-  """Computes dx in `dtype`, dgamma and dbeta in f32, from the quantized x.
+  """Computes dx in `dtype`, and dgamma and dbeta in f32, from quantized x.
 
   `add` [..., D], the gradient that bypasses the norm, is added to dx in f32.
   """

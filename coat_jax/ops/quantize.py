@@ -40,7 +40,7 @@ def quantize_tensor(
 
 @op(mosaic="quantize")
 def tensor_scale(x: Array, *, scaling: Scaling = VALUES) -> Scales | None:
-  """Finds a tensor's scale; None if rows and columns have separate scales."""
+  """Returns a tensor's scale; None if rows and columns have separate scales."""
   return scaling.find_scale(x)
 
 
@@ -58,13 +58,13 @@ def why_not_cast(dtype, **_) -> str | None:
 def cast_rows(x: Array, *, scale: Array, dtype: DTypeLike = E4M3) -> Array:
   """Computes `quantize_rows` with the FP8 cast instruction of GPUs.
 
-  `formats.saturating_cast` rounds to the format's grid in f32 before it casts,
-  because XLA may split a cast or drop it. A cast to E4M3 is neither split nor
-  dropped if the fusion that computes the codes also writes them to memory,
-  which the barrier ensures. The whole cast is then one instruction,
-  `cvt.rn.satfinite.e4m3x2.f32`. With the rounding in f32, the fusion would need
-  24 instructions per value, 12 of them to round, and would run far below memory
-  bandwidth.
+  XLA may split a cast, or drop it. That cannot happen to a cast to E4M3 in a
+  fusion that also writes the codes to memory, which the barrier ensures. The
+  cast is then one instruction, `cvt.rn.satfinite.e4m3x2.f32`.
+
+  `formats.saturating_cast` needs no barrier, because it rounds to the format's
+  grid in f32 before it casts. But with this rounding, the fusion would need 24
+  instructions per value, and would run far below memory bandwidth.
   """
   values = x.astype(jnp.float32) / scale
   codes = jnp.clip(values, -qmax(dtype), qmax(dtype)).astype(dtype)
@@ -73,10 +73,10 @@ def cast_rows(x: Array, *, scale: Array, dtype: DTypeLike = E4M3) -> Array:
 
 @op(cuda=cast_rows)
 def quantize_rows(x: Array, *, scale: Array, dtype: DTypeLike = E4M3) -> Array:
-  """Quantizes [..., n] like `quantize_tensor`'s rows, in one XLA pass.
+  """Quantizes [..., n] to the rows of `quantize_tensor`, in one XLA pass.
 
-  XLA reads x in place, even in a stack of layers. Before a Pallas kernel, XLA
-  would copy x out of the stack.
+  XLA reads x in place, even if x is one layer of a stack. For a Pallas kernel,
+  XLA would first copy x out of the stack.
   """
   return quantize_with_scale(x, scale, group_size=None, dtype=dtype).qvalue
 
@@ -95,5 +95,5 @@ def turn_codes(codes: Array) -> Array:
 
 @op(mosaic="codes")
 def join_columns(parts: Array) -> Array:
-  """Joins the columns of P devices, stacked as [P, f, k], to [f, P k]."""
+  """Joins column codes from P devices, stacked as [P, f, k], to [f, P k]."""
   return jnp.moveaxis(parts, 0, 1).reshape(parts.shape[1], -1)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary position embedding (RoPE): frequencies, angles and the rotation.
 
-Among the first R channels of a head, i and i + R/2 form a pair, as in Hugging
-Face Transformers. R is the head's size H unless RoPE is partial. The scalings
-for longer sequences give the same results as in Transformers, and their fields
-have the names that its configurations use.
+Among the first R channels of a head, channels i and i + R / 2 form a pair that
+is rotated together, as in Hugging Face Transformers. R is the head size H
+unless RoPE is partial. The scalings for longer sequences have the same field
+names and give the same results as in Transformers.
 """
 
 import abc
@@ -31,7 +31,7 @@ class RopeScaling(abc.ABC):
 
   @abc.abstractmethod
   def scaled(self, frequency: Array, *, theta: float) -> Array:
-    """Scales the frequencies f32 [R / 2] of a RoPE with base theta."""
+    """Scales the frequencies, f32 [R / 2]; `theta` is RoPE's base."""
 
   @property
   def magnitude(self) -> float:
@@ -67,13 +67,13 @@ class Llama3Scaling(RopeScaling):
   """Divides low frequencies by a factor and keeps high ones, as in Llama 3.1.
 
   A frequency is low if its channels turn fewer than `low_freq_factor` times
-  within the original length, and high if they turn more than `high_freq_factor`
-  times. In between, the new frequency is interpolated between the divided and
-  the original frequency, linearly in the number of turns.
+  within the original context length, and high if they turn more than
+  `high_freq_factor` times. Between these thresholds, the new frequency is
+  interpolated linearly in the number of turns.
 
   Attributes:
     factor: divisor of low frequencies.
-    low_freq_factor, high_freq_factor: numbers of turns.
+    low_freq_factor, high_freq_factor: thresholds in turns; see above.
     original_max_position_embeddings: the original context length.
 
   Raises:
@@ -101,10 +101,10 @@ class Llama3Scaling(RopeScaling):
 class YarnScaling(RopeScaling):
   """Divides low frequencies, keeps high ones, and multiplies cos and sin.
 
-  Channels that turn fewer than `beta_slow` times within the original length
-  have low frequencies, and those that turn more than `beta_fast` times have
-  high ones. In between, the new frequency is interpolated between the original
-  and the divided frequency, linearly in the channel's index.
+  A frequency is low if its channels turn fewer than `beta_slow` times within
+  the original context length, and high if they turn more than `beta_fast`
+  times. Between these thresholds, the new frequency is interpolated linearly in
+  the channel's index.
 
   Attributes:
     factor: divisor of low frequencies.
@@ -190,8 +190,8 @@ class Rotary:
   Attributes:
     theta: base of the frequencies theta^(-2 i / R).
     scaling: how frequencies change for longer sequences, or None.
-    rotary_dim: RoPE rotates the first R = `rotary_dim` channels of each head;
-      None for all. The other channels stay unchanged.
+    rotary_dim: the number R of channels that RoPE rotates, the first ones of
+      each head; None for all.
 
   Raises:
     TypeError: an argument has the wrong type.
@@ -253,9 +253,9 @@ def rotation(
 ) -> Angles:
   """Computes cos and sin of position * frequency, times `Rotary.magnitude`.
 
-  Both are f32 [T, R / 2], or [B, T, R / 2] for positions [B, T]. If `theta` is
-  a tuple, `kind`, an int32 scalar, selects an entry; all entries have the same
-  R. If `theta` is None, both results are None.
+  Both are f32 [T, R / 2], or [B, T, R / 2] if positions are [B, T]. If `theta`
+  is a tuple, the int32 scalar `kind` selects an entry, and all entries must
+  have the same R. If `theta` is None, both results are None.
   """
   if theta is None:
     return None, None
@@ -270,7 +270,7 @@ def rotation(
 
 
 def _frequencies(theta, head_dim, kind):
-  """Returns frequencies f32 [R / 2], and the magnitude (None instead of 1)."""
+  """Returns frequencies f32 [R / 2], and the magnitude (None if it is 1)."""
   if not isinstance(theta, tuple):
     rotary = as_rotary(theta)
     magnitude = rotary.magnitude
@@ -298,7 +298,7 @@ def as_rotary(theta: float | Rotary) -> Rotary:
 
 
 def rotate_back(x: Array, cos: Array | None, sin: Array | None) -> Array:
-  """Rotates by the opposite angles, which is the transpose of `rotate`."""
+  """Computes the transpose of `rotate`: a rotation by the opposite angles."""
   return rotate(x, cos, None if sin is None else -sin)
 
 

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps XLA from storing f32 values between passes over memory on TPUs.
 
-XLA for TPUs does not fuse a reshape from 688 groups of 16 to 11,008 values,
-although it fuses one from 512 groups to 8,192 values. If XLA does not fuse the
-reshape, it stores an f32 scale for each value. XLA also stores f32 values that
-two passes read. The functions in this file prevent both. On other platforms
-they do nothing.
+XLA for TPUs stores f32 values in two cases:
+
+  - A reshape from groups to values is not fused, such as 688 groups of 16 (512
+    groups are fused). XLA then stores an f32 scale for each value.
+  - Two passes read the same f32 values.
+
+The functions in this file prevent both. On other platforms they do nothing.
 """
 
 import dataclasses

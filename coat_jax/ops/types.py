@@ -13,19 +13,19 @@ StepImplementation = Literal["xla", "mosaic", "mosaic_tpu"]
 
 NormKind = Literal["rms", "layer"]
 
-# SiLU; GELU by erf, by its tanh approximation, or as x sigmoid(1.702 x), the
-# "quick GELU" of CLIP.
+# "gelu" is exact (erf), "gelu_tanh" is the tanh approximation, and "gelu_quick"
+# is x sigmoid(1.702 x), the "quick GELU" of CLIP.
 Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_quick"]
 
 
 class Unsupported(NotImplementedError):
-  """Raised with a reason if an implementation cannot run the arguments."""
+  """Raised, with a reason, if an implementation does not support a call."""
 
 
 class NormStats(NamedTuple):
   """Statistics that a norm's backward pass reads along with the norm's input.
 
-  Both are f32 [...], one value per row; mean is None for "rms".
+  `mean` and `rstd` are f32 [...], one value per row. For "rms", `mean` is None.
   """
 
   mean: Array | None
@@ -34,13 +34,13 @@ class NormStats(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class AttentionKind:
-  """Selects the keys that a query sees, and how scores are scaled and capped.
+  """Specifies which keys a query sees, and how scores are scaled and capped.
 
   Attributes:
     causal: with T queries and S >= T keys, query t sees keys 0 to t + S - T.
-    window: a query sees only the last `window` of these keys, including the key
-      at the query's position; None for all keys. Hugging Face Transformers
-      calls this `sliding_window`.
+    window: of the keys that `causal` allows, a query sees only the last
+      `window`, including the key at its own position; None for all. Hugging
+      Face Transformers calls this `sliding_window`.
     soft_cap: scores become soft_cap * tanh(scores / soft_cap); None leaves
       them unchanged.
     scale: factor that multiplies q k^T; None for 1 / sqrt(H), with head size H.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of a kernel's arguments.
 
-Each returns why the kernel does not support them, or None.
+Each function returns why the kernel does not support the arguments, or None.
 """
 
 import math
@@ -144,7 +144,7 @@ def why_not_read(
 def why_not_written(
   shape: tuple[int, ...], output: Scaling, scale: Scales | None, layout: Layout
 ) -> str | None:
-  """Checks an operand that the kernel writes in E4M3 with a known scale."""
+  """Checks an operand that the kernel writes in E4M3 with a given scale."""
   reason = why_not_scaling(output, E4M3) or why_not_columns(shape, layout)
   if reason is not None:
     return reason

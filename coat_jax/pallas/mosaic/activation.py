@@ -9,11 +9,12 @@
 A gated function computes y = f(gate) up. The gradients dgate = dy up f'(gate)
 and dup = dy f(gate) share one scale.
 
-The backward pass needs the scale of dx before it can write any code. So a first
-kernel bounds dx from dy and the groups' scales (`ops.activation`), and, if rows
-have factors, computes each group's part of a factor's gradient. The second
-kernel writes the codes and, for the gradient of a bias, the sum of dx over
-every 32 rows of each tile. XLA adds up these sums, always in the same order.
+The backward pass must know the scale of dx before it writes FP8 codes. So a
+first kernel bounds |dx|, given dy and the scales of x's groups. If rows have
+factors (see `ops.activation`), this kernel also computes each group's part of a
+factor's gradient. The second kernel writes the codes. For the gradient of a
+bias, it also sums dx over every 32 rows of each tile, and XLA adds up these
+sums, always in the same order.
 """
 
 import functools
@@ -70,7 +71,7 @@ def _gradients(
 
 
 def times(x: Array, factor: Array | None) -> Array:
-  """Multiplies by factors of leading axes, as `ops.activation` describes."""
+  """Multiplies x by factors of its leading axes; a factor of 0 clears NaN."""
   if factor is None:
     return x
   factor = rows.spread(factor, x.shape)
@@ -78,7 +79,7 @@ def times(x: Array, factor: Array | None) -> Array:
 
 
 def _in_list(factor: Array | None, x: QTensor) -> Array | None:
-  """Repeats the factors of rows for each group, as a list of all groups."""
+  """Returns the factor of each group's row [groups]; None stays None."""
   if factor is None:
     return None
   return jnp.broadcast_to(factor, x.scale.shape).reshape(-1)
@@ -217,7 +218,7 @@ def activation_bwd_operands(
     name="activation_bwd_bound",
   )
   dx_scale, read = scales.bits_to_shared_scale(bits, gradient, interpret)
-  # Other GPUs than Hopper may have too little shared memory for high tiles.
+  # GPUs other than Hopper may lack the shared memory for tiles of 64 rows.
   is_hopper = device.why_not_hopper() is None
   height = tiles.pick_height(m) if is_hopper or interpret else tiles.LOW
   grid = tiles.grid(m, f, height)
@@ -273,7 +274,7 @@ def _bound_kernel(dy_gmem, factor_gmem, *refs, count, activation, interpret):
 
 
 def _load_magnitudes(scale_gmem, layout) -> Array:
-  """Loads scales of groups; returns the largest possible magnitudes."""
+  """Loads groups' scales; returns the largest magnitudes they can represent."""
   scale = plgpu.load(scale_gmem, layout=layout, optimized=False)
   return scale.astype(jnp.float32) * qmax(E4M3)
 

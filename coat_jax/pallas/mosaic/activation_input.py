@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantizes the input of an activation function, in Mosaic GPU.
 
-`activation_input` also finds the scale of the function's output y = f(x), or
-y = f(gate) up. A gated function's x [m, 2 F] contains gate and then up.
+`activation_input` also finds the scale of the output, f(x) or f(gate) * up. For
+a gated function, x [m, 2 F] is gate and up concatenated.
 """
 
 import dataclasses
@@ -77,7 +77,7 @@ def activation_input(
   *leading, n = x.shape
   count, g = 1 + gated, groups.size
   m, f = x.size // n, n // count
-  # Mosaic supports no axis of size 1, so a group of 128 needs another layout.
+  # Mosaic supports no axis of size 1, so groups of 128 need another layout.
   load = Load(g) if g == COLUMNS else _BlockLoad(g)
   height = (2 if gated else 4) * load.count  # 32 values per thread.
   programs = pl.cdiv(m, height) * pl.cdiv(f, COLUMNS)

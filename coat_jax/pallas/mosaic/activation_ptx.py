@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Computes activation functions and their derivatives in inline PTX.
 
-Each function is x s, where s = sigmoid(u) = 1 / (1 + 2^(-u log2(e))):
+Each activation function is x s, with s = sigmoid(u) = 1 / (1 + 2^(-u log2(e))):
 
   silu        u = x;  derivative s + s (x - x s)
   gelu_tanh   u = x (a + b x^2), a = 2 sqrt(2 / pi), b = 0.044715 a;
@@ -9,9 +9,9 @@ Each function is x s, where s = sigmoid(u) = 1 / (1 + 2^(-u log2(e))):
   gelu_quick  u = 1.702 x;  derivative s + 1.702 x (s - s^2)
 
 The power and the reciprocal are computed by `ex2.approx` and `rcp.approx`,
-which are off by a few ulp. We don't use `tanh.approx`: its error is 2^-11, and
-for very negative u the sigmoid is smaller than that. The interpreter cannot run
-PTX, so with `interpret` this module calls `ops.activation`.
+which are off by a few ulp. We don't use `tanh.approx`, because its error of
+2^-11 exceeds the sigmoid of very negative u. The interpreter cannot run PTX, so
+with `interpret` this module calls `ops.activation`.
 """
 
 import functools
@@ -29,8 +29,8 @@ _LOG2_E = 1.4426950408889634
 _LINEAR = 2 * 0.7978845608028654  # 2 sqrt(2 / pi)
 _CUBIC = 0.044715 * _LINEAR
 _QUICK = 1.702
-# Derivatives are computed at x clipped to these limits, beyond which s is 0 or
-# 1. Otherwise 1.702 x or x^3 could be infinite, and 0 times infinity is NaN.
+# To compute derivatives, x is clipped to ± these limits; beyond them, s is 0 or
+# 1. Otherwise, 1.702 x or x^3 could be infinite, and 0 times infinity is NaN.
 _LIMITS = {"gelu_tanh": 20.0, "gelu_quick": 60.0}
 
 
@@ -78,7 +78,7 @@ def _times(factor: float) -> Callable:
 
 def _cubic(x, linear: float, cubic: float):
   """Emits x (linear + cubic x^2)."""
-  # If two cubics of x are emitted, the compiler computes this square only once.
+  # If two cubics of one x are emitted, the compiler computes x^2 only once.
   square = emit.f32("mul.f32 $0, $1, $1;", x)
   return emit.f32(
     f"{{ .reg .f32 c; fma.rn.f32 c, $1, {number(cubic)}, {number(linear)}; "

@@ -38,11 +38,11 @@ _HEAD_SIZES = (64, 128, 256)
 class Tile:
   """The sizes of a program's own tile and of the tiles that it visits."""
 
-  # Positions of the program's own tile: 128 (64 per warpgroup), or 64 (both
-  # warpgroups process all 64).
+  # Number of queries or keys in the program's own tile: 128 (64 for each of two
+  # warpgroups), or 64 (both warpgroups process all of them).
   own: int
-  step: int  # Positions of a visited tile.
-  stages: int  # Number of visited tiles that shared memory holds.
+  step: int  # Number of keys or queries in a visited tile.
+  stages: int  # Number of slots for visited tiles in shared memory.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +121,8 @@ def attention_bwd(
   t = q.shape[1]
   dout = dout.astype(q.dtype)
   lse, delta = _row_terms(dout, residuals)
-  # Past the end, dout and delta are zero, so they add nothing to dk and dv.
+  # Queries past the end add nothing to dk and dv, because their dout and delta
+  # are zero.
   missing = [(0, 0), (0, 0), (0, -t % WAVE)]
   inputs = Inputs(
     *map(_padded, (q, k, v, dout)),
@@ -174,7 +175,7 @@ def _padded(x: Array) -> Array:
 
 
 def _segments(segments: Array | None, work: Work) -> tuple:
-  """Returns padded ids and `segment_bounds`, or () without segments."""
+  """Returns padded segment ids and `segment_bounds`; () without segments."""
   if segments is None:
     return ()
   segments = segments.astype(jnp.int32)

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backward kernels of attention.
 
-In the kernel for dq, a program owns 128 queries of one head and visits tiles of
-keys. In the kernel for dk and dv, a program owns 128 keys of one key head, and
-visits tiles of queries in all query heads that read the key head. Each of two
-warpgroups computes 64 rows of dq, or of both dk and dv. With head size 256,
-dk and dv do not both fit in a warpgroup's registers. A program then owns only
-64 keys, the first warpgroup computes dv, and the second computes dk.
+  kernel     a program owns            and visits tiles of
+  dq         128 queries of one head   keys
+  dk and dv  128 keys of one key head  queries, in all heads that read the key
+                                       head
+
+Each of two warpgroups computes 64 rows of dq, or of dk and dv. But with head
+size 256, dk and dv do not both fit in a warpgroup's registers. A program then
+owns only 64 keys; the first warpgroup computes dv, and the second computes dk.
 
 No sum uses atomics, so every run returns the same bits.
 """
@@ -38,7 +40,7 @@ class Inputs(NamedTuple):
   v: Any  # [B, T, K, H]
   dout: Any  # [B, T, N, H]
   lse: Any  # lse * log2(e), f32 [B, N, padded T]
-  delta: Any  # f32 [B, N, padded T]
+  delta: Any  # Sum of out * dout over H, f32 [B, N, padded T]
 
 
 def backward_q(work: Work, inputs: Inputs, segments: tuple) -> Array:
@@ -221,7 +223,7 @@ def _sum_queries(
   has_dk: bool,
   has_dv: bool,
 ) -> tuple[Array | None, Array | None]:
-  """Returns a warpgroup's dk / scale and dv, f32 [64, H]; None if skipped."""
+  """Returns this warpgroup's dk / scale and dv, each f32 [64, H] or None."""
   add_product = functools.partial(tiles.add_product, interpret=work.interpret)
 
   def step(j, carry, is_masked: bool):

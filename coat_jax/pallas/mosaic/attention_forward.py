@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The forward kernel of attention.
 
-A program owns 128 queries of one head, and visits tiles of keys. Each of two
-warpgroups computes 64 rows of scores, and then their exponentials p, relative
-to a running maximum (if needed). p stays in registers, and p v is added to f32
-sums. While one warpgroup computes exponentials, the other uses tensor cores.
+A program computes the output for 128 queries of one head, and loops over tiles
+of keys. Each of two warpgroups computes the scores of 64 queries, and then the
+exponentials p of the scores, relative to a running maximum (if needed). p stays
+in registers, and p v is added to f32 sums. While one warpgroup computes p, the
+other can use the tensor cores.
 """
 
 import functools
@@ -26,15 +27,15 @@ from coat_jax.pallas.mosaic.wgmma import (
   rows_of_128_bytes,
 )
 
-# If scores are within ±55, their exponentials are between 2^-80 and 2^80. So a
-# sum of 2^40 of them does not overflow, and none underflows.
+# If scores are within ±55, exponentials are between 2^-80 and 2^80. So none
+# underflows, and a sum of 2^40 exponentials does not overflow.
 _NEEDS_NO_MAXIMUM = 55.0
 _MASKED = -1e30
-# The running maximum starts below every score and above every masked score.
-# While a row has only masked keys, its maximum stays _LEAST, so p is 0. If it
-# started at -inf, p could be infinite: the maximum would be _MASKED * unit
-# rounded to f32, and `Scores.exponential` would subtract it from the unrounded
-# product (by an fma). Their difference, up to 1e22, would be the exponent of p.
+# The running maximum starts at _LEAST, below every score and above every masked
+# score. So p is 0 as long as all of a query's keys are masked. If the maximum
+# started at -inf, it would become _MASKED * unit, rounded to f32, and
+# `Scores.exponential` would subtract it from the same product without rounding
+# (in an fma). The difference could be 1e22, and p = 2^difference infinite.
 _LEAST = -1e20
 
 
@@ -94,8 +95,8 @@ def _softmax(
 ) -> tuple[Array, Array]:
   """Returns a warpgroup's output f32 [64, H] and log-sum-exp [64]."""
   cap, shape = work.kind.soft_cap, (ROWS, work.head_dim)
-  # If scores are bounded, p fits in BF16 without subtracting a maximum. In f16,
-  # p could overflow.
+  # If a soft cap bounds scores, p fits in BF16 without subtracting a maximum.
+  # In f16, p could overflow.
   is_bounded = cap is not None and cap <= _NEEDS_NO_MAXIMUM
   has_maximum = not is_bounded or q_smem.dtype == jnp.float16
 

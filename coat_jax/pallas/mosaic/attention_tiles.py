@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions and classes that the attention kernels share.
 
-A program owns one tile of queries or of keys, and computes the results for it.
-It visits tiles of the other sequence (`attention_visits`). One warpgroup loads
-the visited tiles into a ring of slots in shared memory. Each of the other two
-warpgroups computes 64 rows of scores. Rows are positions of the program's own
-tile, and columns are positions of the visited tile.
+A program owns a tile of queries and visits tiles of keys, or owns a tile of
+keys and visits tiles of queries (see `attention_visits`). It computes the
+results for its own tile.
+
+One warpgroup loads the visited tiles into a ring of slots in shared memory. Two
+other warpgroups compute scores, 64 rows each. Rows of scores are positions in
+the program's own tile, and columns are positions in the visited tile.
 """
 
 import dataclasses
@@ -32,7 +34,8 @@ from coat_jax.pallas.mosaic.wgmma import (
 )
 
 LOG2_E = 1.0 / math.log(2.0)
-# Sums of 64 x 256 occupy 128 registers per thread, and scores up to 100 more.
+# Registers per thread, in warpgroups that compute and in the one that loads.
+# Sums of 64 x 256 occupy 128 registers, and scores up to 100 more.
 REGISTERS, REGISTERS_TO_LOAD = 240, 24
 OF_ROWS, OF_COLUMNS = LAYOUT.reduce(1), LAYOUT.reduce(0)
 
@@ -44,9 +47,9 @@ class Work:
   kind: AttentionKind
   length: int  # Length of both sequences.
   of_queries: bool  # Whether programs own tiles of queries, not of keys.
-  own: int  # Number of positions of the tile that a program owns.
-  step: int  # Number of positions of a visited tile.
-  stages: int  # Number of slots of the ring.
+  own: int  # Number of positions in a program's own tile.
+  step: int  # Number of positions in a visited tile.
+  stages: int  # Number of slots in the ring.
   heads: int  # Number of query heads that read one key head.
   head_dim: int
   has_segments: bool
@@ -58,7 +61,7 @@ class Work:
     return pl.cdiv(self.length, self.own)
 
   def tile(self) -> Array:
-    """Returns this program's tile; tiles with the most visits run first."""
+    """Returns this program's tile index; tiles with most visits run first."""
     tile = lax.axis_index("tile")
     is_reversed = self.of_queries and self.kind.causal
     return self.tiles - 1 - tile if is_reversed else tile
@@ -67,10 +70,10 @@ class Work:
     """Finds the tiles to visit.
 
     `segments` contains the refs of segment ids and of the two results of
-    `segment_bounds`; it is empty if there are no segments.
+    `segment_bounds`. It is empty if there are no segments.
     """
     # Without the barrier, the compiler would find the tiles once for all heads,
-    # and keep their bounds in registers.
+    # and keep the bounds in registers.
     tile, bounds = lax.optimization_barrier(self.tile()), None
     if self.has_segments:
       _, first, behind = segments
@@ -114,7 +117,7 @@ def ring(work: Work, dtype: DTypeLike, *others) -> Ring:
 
 
 def load_keys(work: Work, k, v, segments, ring: Ring) -> None:
-  """Loads the visited tiles of k and v, alternately."""
+  """Loads the visited tiles into the ring, k and v in turn."""
   b, head = lax.axis_index("batch"), lax.axis_index("head")
   kv_head = lax.div(head, jnp.int32(work.heads))
   visits = work.visits(segments)
@@ -133,7 +136,7 @@ def load_keys(work: Work, k, v, segments, ring: Ring) -> None:
 
 
 def product(a_smem, b_smem) -> Array:
-  """Returns the matrix product a @ b, f32, of arrays in shared memory."""
+  """Returns a @ b in f32, for arrays in shared memory."""
 
   def multiply(acc):
     plgpu.wgmma(acc, a_smem, b_smem)
@@ -145,7 +148,7 @@ def product(a_smem, b_smem) -> Array:
 
 
 def add_product(acc: Array, a: Any, b_smem, interpret: bool) -> Array:
-  """Returns acc + a @ b in f32; rounds a to b's dtype if a is in registers."""
+  """Returns acc + a @ b in f32; if a is in registers, rounds a to b's dtype."""
 
   def multiply(acc):
     plgpu.wgmma(acc, a, b_smem)
@@ -186,8 +189,11 @@ def load_columns(smem, shape: tuple[int, int]) -> Array:
 class Scores(NamedTuple):
   """Computes and masks the attention scores of a warpgroup's rows.
 
-  Scores are kept as x = score * log2(e) / unit, so exp(score) = 2^(x * unit).
-  Without a soft cap, x is q k^T. With a cap, x is tanh(scale * q k^T / cap).
+  Methods represent a score by x, for which exp(score) = 2^(x * unit):
+
+    soft cap  x                          unit
+    None      q k^T                      scale * log2(e)
+    cap       tanh(scale * q k^T / cap)  cap * log2(e)
   """
 
   work: Work
@@ -238,8 +244,8 @@ class Scores(NamedTuple):
   def _tanh(self, x: Array, scale: float) -> Array:
     """Returns tanh(x * scale), within 2^-21, and exactly ±1 where it saturates.
 
-    The error of `tanh.approx` is 2^-11, so with a cap of 50, scores would be
-    off by up to 0.02.
+    The instruction `tanh.approx` has an error of 2^-11. With a cap of 50,
+    scores would be off by up to 0.02.
     """
     if self.work.interpret:
       return jnp.tanh(x * scale)
@@ -247,7 +253,7 @@ class Scores(NamedTuple):
     return 1 - 2 * elementwise(_reciprocal, divisor, layout=LAYOUT)
 
   def _seen(self, tile: Array, ids: list) -> Iterator[Array]:
-    """Yields masks; a query attends to a key where all of them are true."""
+    """Yields masks; a query sees a key only where all masks are true."""
     work, kind, shape = self.work, self.work.kind, self.work.shape
     row, column = (
       plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=LAYOUT)
@@ -278,7 +284,7 @@ def _reciprocal(x):
 
 
 def run(work: Work, body, *args, heads: int, out, scratch, name: str) -> Any:
-  """Runs a kernel with one program for each tile, sequence and head."""
+  """Runs a kernel with one program per tile, for each sequence and head."""
   kernel = wgmma.kernel(
     body,
     out_type=out,

@@ -6,16 +6,16 @@ shows which tiles of queries a tile of keys visits:
 
              keys                     keys
            0 1 2 3                  0 1 2 3
-         0 e                      0 e                 .  is not visited
- queries 1 f e                    1 f e               e  is masked (an edge)
-         2 f f e                  2 e f e             f  is seen completely
+         0 e                      0 e                 .  not visited
+ queries 1 f e                    1 f e               e  visited (edge): masked
+         2 f f e                  2 e f e             f  visited (full): no mask
          3 f f f e   causal       3 . e f e   window of two tiles
 
-With segments, a tile visits fewer of these tiles: from the first to the last
-whose range of ids overlaps the tile's range. In packed documents, ids increase,
-so each visited tile shares a segment with the tile. If ids do not increase,
-some visited tiles may share none. The result is still correct, because scores
-are masked one by one.
+With segments, fewer tiles are visited: only those from the first to the last
+whose range of segment ids overlaps the range of the visiting tile. In packed
+documents, ids increase, so each visited tile shares a segment with the visiting
+tile. If ids do not increase, some visited tiles may share none. The result is
+still correct, because each score is masked.
 """
 
 import functools
@@ -33,9 +33,10 @@ def segment_bounds(
 ) -> tuple[Array, Array]:
   """Returns for each tile which tiles of the other sequence may share its ids.
 
-  Both sequences have the ids `segments` [B, T]. A tile has `own` positions, and
-  a tile of the other sequence has `others`. The results, int32 [B, tiles], are
-  the index of the first such tile, and the index after the last.
+  Both sequences, queries and keys, have the segment ids `segments` [B, T]. A
+  tile has `own` positions, and a tile of the other sequence has `others`. The
+  two results, int32 [B, tiles], are the index of the first tile that may share
+  ids, and the index after the last.
   """
 
   def least_and_largest(size):
@@ -53,15 +54,12 @@ def segment_bounds(
 
 
 class Visits(NamedTuple):
-  """The tiles of the other sequence that a tile visits: [first, behind).
+  """The tiles of keys that a tile of queries visits, or vice versa."""
 
-  Every position of the tile sees all positions of the tiles [whole, edge).
-  """
-
-  first: Array | int
-  whole: Array | int
-  edge: Array | int
-  behind: Array | int
+  first: Array | int  # Index of the first visited tile.
+  whole: Array | int  # Index of the first tile that needs no mask.
+  edge: Array | int  # Index after the last tile that needs no mask.
+  behind: Array | int  # Index after the last visited tile.
 
   @classmethod
   def of(
@@ -103,7 +101,8 @@ class Visits(NamedTuple):
       first = jnp.maximum(first, bounds[0])
       behind = jnp.minimum(behind, bounds[1])
       return cls(first, behind, behind, behind)
-    # Keep ints where possible, because `run` skips a loop between equal ints.
+    # Keep ints where possible, because `run` skips a loop whose bounds are the
+    # same int.
     if back is not None:
       whole = jnp.minimum(whole, behind)
     if ahead is not None or (back is not None and edge != behind):

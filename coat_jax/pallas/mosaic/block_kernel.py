@@ -3,17 +3,23 @@
 
 One persistent program (thread block) per multiprocessor computes one tile of
 the result after another. A tile's rows are split into waves of 128. One of the
-program's three warpgroups prefetches blocks of a and b and their scales into
-shared memory. Each of the other two computes 64 rows of every wave: for each
-block, it runs four wgmma of m64n128k32, multiplies the result by the scales of
-a and b, and adds it in f32 to the total in its registers. One warpgroup scales
-and adds while the other uses the tensor cores, as in DeepGEMM
-(arXiv:2412.19437, section 3.3.2).
+program's three warpgroups prefetches blocks of a and b (128 long along k) and
+their scales into shared memory. Each of the other two warpgroups computes 64
+rows of every wave. For each block and wave, it
 
-With tiles of 256 rows, the tensor cores need 1024 clocks for a block. In that
-time, 48 KiB are read from the L2 cache (32 KiB if two programs share a), and
-each warp issues 221 instructions, of which 128 are multiply-adds. If b has one
-scale per row, each warp issues 376 (compiled for an H200, jax 0.11.2).
+  1. runs four wgmma of m64n128k32,
+  2. multiplies the result by the scales of a and b, and
+  3. adds the product in f32 to the total in its registers.
+
+While one warpgroup scales and adds, the other uses the tensor cores, as in
+DeepGEMM (arXiv:2412.19437, section 3.3.2).
+
+In a tile of 256 rows, each block costs (compiled for an H200, jax 0.11.2)
+
+  1024 clocks  of the tensor cores
+  48 KiB       read from the L2 cache; 32 KiB if two programs share a
+  221          instructions per warp, of which 128 are multiply-adds; 376
+               instructions if b has one scale per row
 """
 
 import dataclasses
@@ -54,7 +60,7 @@ class Tile:
   # The result is written in pieces of 64 rows of 128 bytes. This is the number
   # of pieces that shared memory holds for each warpgroup.
   slots: int = 4
-  # Number of programs in a cluster. Their tiles are neighbours along n, so they
+  # Number of programs in a cluster. They compute adjacent tiles along n, and
   # share copies of a.
   cluster: int = 1
   band: int = 8  # See `in_band`.
@@ -66,7 +72,7 @@ class Tile:
 
   @property
   def n(self) -> int:
-    """The number of columns of all tiles of a cluster together."""
+    """The number of columns that a cluster computes at a time."""
     return BLOCK * self.cluster
 
   def fits(self, m: int, n: int) -> bool:
@@ -80,7 +86,7 @@ class Work:
 
   tile: Tile
   tiles_m: int  # Number of tiles along m.
-  tiles_n: int  # n / `Tile.n`: the tiles of a cluster count as one.
+  tiles_n: int  # Number of tiles along n; a cluster's tiles count as one.
   blocks: int  # Number of blocks along k.
   clusters: int  # Number of clusters.
   is_b_tiled: bool  # Whether b has one scale per 128 rows, not one per row.
@@ -146,7 +152,7 @@ def scratch(work: Work, a: DTypeLike, b: DTypeLike, out: DTypeLike) -> Memory:
 def run(work: Work, *refs, **scratch: Any) -> None:
   """Runs the kernel.
 
-  `refs` are a, a's scales, b, b's scales, optionally `add`, and the result;
+  `refs` are a, a's scales, b, b's scales, optionally `add`, and the result. The
   scales are transposed. `scratch` holds the fields of `Memory`.
   """
   *operands, out = refs
@@ -211,9 +217,9 @@ def _load(work: Work, operands, memory: Memory) -> None:
 
   steps = lax.fori_loop(0, work.count(), load_tile, jnp.int32(0))
 
-  # Wait until all blocks have been read. A program must not end while the other
-  # program of its cluster may still write to its shared memory or arrive at its
-  # barriers.
+  # Wait until all blocks have been read. A program must not end while the
+  # cluster's other program may still write to this program's shared memory or
+  # arrive at this program's barriers.
   def wait(i, _):
     step = steps + i
     slot = work.slot(step)
@@ -289,7 +295,7 @@ def _load_column_scales(b_scale_smem, slot, shape) -> Array:
 def _write(
   work: Work, totals: tuple[Array, ...], place, out_smem, out, add=None
 ) -> None:
-  """Writes a tile, plus `add` if given, to a place (row, column) of `out`."""
+  """Writes a tile, plus `add` if given, to `out` at `place` (row, column)."""
   (row, column), warpgroup = place, lax.axis_index("warpgroup")
   width = out_smem.shape[-1]
   pieces = [

@@ -14,7 +14,7 @@ from coat_jax.ops.dispatch import kernel
 from coat_jax.pallas import supported
 from coat_jax.pallas.mosaic import row_ptx, rows, tiles
 
-# A program of `join_columns` copies this many codes of each of 128 columns.
+# A program of `join_columns` copies a block of [128, _WIDTH] codes.
 _WIDTH = 64
 
 
@@ -25,9 +25,9 @@ def _why_not_codes(x: Array) -> str | None:
 
 
 def _part_of_matrix(size: int, count: int):
-  """Returns the index of the program's matrix, and `size` of its `count` rows.
+  """Returns this program's matrix (an index) and `size` of its `count` rows.
 
-  In `join_columns`, rows are along the last axis.
+  In `join_columns`, a matrix is transposed: its rows are along the last axis.
   """
   number, parts = lax.axis_index("last"), jnp.int32(pl.cdiv(count, size))
   part = rows.part_at(lax.rem(number, parts), size, count)

@@ -12,9 +12,9 @@ def why_not_rows() -> str | None:
 
 
 def why_not_hopper() -> str | None:
-  """Returns why the GPU that traced code is for cannot run Hopper's kernels.
+  """Returns why the target GPU cannot run kernels for Hopper, or None.
 
-  Returns None if it can, or if it is unknown and this host has no GPU.
+  If the target GPU is unknown, returns None only on a host without a GPU.
   """
   found = capability()
   is_unknown = found is None and jax.default_backend() == "gpu"
@@ -29,7 +29,7 @@ def why_not_hopper() -> str | None:
 def multiprocessors() -> int:
   """Returns the number of multiprocessors of the GPU to compile for.
 
-  Without a GPU, this is 132, as on an H100 or H200.
+  If that GPU is unknown, returns 132, as for an H100 or H200.
   """
   described = jax.sharding.get_abstract_mesh().abstract_device
   if described is not None and described.num_cores:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The factors of a second moment, in the form that optimizer kernels read.
 
-What `codecs.factored` calls a tile is called a strip here, because in kernels,
-a tile is 8 groups of 128 values.
+A row of `codecs.factored`'s tiles is called a strip here. In kernels, a tile is
+8 groups of 128 values.
 """
 
 import math
@@ -35,7 +35,7 @@ class Sizes(NamedTuple):
 
   @property
   def period(self) -> int:
-    """After how many groups tiles contain the same columns again."""
+    """Number of groups after which tiles contain the same columns again."""
     return math.lcm(self.columns, ROWS)
 
   @property
@@ -62,9 +62,9 @@ class Factors(NamedTuple):
 
   Attributes:
     rows: f32 [groups], one factor for each group.
-    columns: f32 [strips * (Sizes.columns + 7), 128], a factor for each column
-      of each strip. A tile may begin in one row and end in the next, so each
-      strip's factors are followed by a copy of their first 7 groups.
+    columns: f32 [strips * (Sizes.columns + 7), 128], one factor for each column
+      of each strip. After a strip's factors comes a copy of their first 7
+      groups, because a tile may begin in one row and end in the next.
   """
 
   rows: Array

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Encodes and decodes moments in registers with the FP8 codecs.
 
-For each value, stochastic rounding must decode the two neighbouring codes. An
-E4M3 code stands for J 2^i with J in 0..15, and range expansion decodes it to
-(J 2^i)^a, where a = 1 / k. The kernel looks up J^a and 2^(a i) in tables of 16
-entries, which saves two logarithms and two exponentials per value. Each of the
-16 lanes that share a group computes one entry of each table. Lanes read the
-entries of other lanes with shuffles.
+For each value, stochastic rounding must decode the two neighboring codes. An
+E4M3 code stands for J 2^i with J in 0..15. If range expansion has raised values
+to the power k, the code decodes to (J 2^i)^a, where a = 1 / k. The kernel looks
+up J^a and 2^(a i) in tables of 16 entries, which saves two logarithms and two
+exponentials per value. Each of the 16 lanes that share a group computes one
+entry of each table. A lane reads entries of the others with shuffles.
 """
 
 import dataclasses
@@ -123,8 +123,9 @@ class _Expanded(FittedCodec):
     octaves = jnp.maximum(log2_amax - jnp.log2(amin), 2.0**-24)
     octaves = jnp.where(amax > 0, octaves, 2.0**-24)
     power = on.reciprocal(octaves) * (log2_range(self.codec.dtype) * 16)
-    # The definition rounds this power, in sixteenths, down. Subtracting 0.5 and
-    # rounding to nearest does the same, but also lowers odd integers above 1.
+    # `power` is in sixteenths, and the definition rounds it down. Subtracting
+    # 0.5 and rounding to nearest even does the same, except that it also lowers
+    # odd integers above 1.
     power = jnp.clip(power - 0.5, 1.0, 255.0)
     sixteenths, _ = on.round(power, jnp.float32(1.0))
     root = on.reciprocal(sixteenths) * 16.0
@@ -179,7 +180,7 @@ def _inverse(bound: Array, on: Instructions) -> Array:
 
 
 def _neighbours(y: Array, dtype: DTypeLike) -> tuple[Array, Array]:
-  """Computes `formats.neighbours`, but the upper neighbour may exceed qmax."""
+  """Computes `formats.neighbours`, but the upper neighbor may exceed qmax."""
   info = jnp.finfo(dtype)
   drop = 23 - info.nmant
   smallest = float(info.smallest_normal)
@@ -193,10 +194,10 @@ def _neighbours(y: Array, dtype: DTypeLike) -> tuple[Array, Array]:
 def _looked_up_codes(magnitude, e, x, fit: _Fit, noise, on) -> Array:
   """Stochastically rounds t = magnitude * fit.scale to E4M3, given e = t^k.
 
-  The codes get the signs of x unless x is None. An error of one ulp in e may
-  select other neighbours of t, but the expected decoded value is still t.
+  The codes get the signs of x unless x is None. If e is off by one ulp, the two
+  neighbors of t may be wrong, but the expected decoded value is still t.
   """
-  # Bits 20 and up are the code of the lower neighbour.
+  # Bits 20 and up are the code of the lower neighbor.
   bits = on.e4m3_bits(e, qmax(E4M3))
   code = bits >> 20
   # J is the lowest 3 bits of that code, plus 8 unless the code is subnormal.
@@ -207,8 +208,9 @@ def _looked_up_codes(magnitude, e, x, fit: _Fit, noise, on) -> Array:
     fit.root,
     -fit.scale,
   )
-  # Round up if t - lower > (noise - 1) (upper - lower), that is, if the new
-  # `rest` is negative. Two fused multiply-adds compute it, divided by (2^i)^a.
+  # Round up if t - lower > (noise - 1) (upper - lower). The new `rest` is the
+  # right side minus the left side, divided by (2^i)^a, so round up if `rest` is
+  # negative. Two fused multiply-adds compute it.
   rest = noise * gap + (rest + magnitude * unit)
   code = code + (as_bits(rest) >> 31)
   return lax.bitcast_convert_type(on.e4m3_codes(code, x), E4M3)

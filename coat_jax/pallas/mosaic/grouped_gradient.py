@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernel that computes each group's weight gradient.
 
-The matmul sums over a group's rows, here called tokens. Blocks begin at
-multiples of their length, so the first and last block of a group may contain
-tokens of other groups. These tokens are set to zero in operand a: FP8 codes
-when they are read, 16-bit values in shared memory.
+A group's gradient is a sum over its rows, here called tokens, which are loaded
+in blocks. Blocks begin at multiples of their length, so a group's first and
+last block may contain tokens of other groups. In operand a, which is x, these
+tokens are set to zero: FP8 codes in registers, 16-bit values in shared memory.
 
-A program computes the same tile for a run of consecutive groups. In FP8, two
-groups that share a block then load it only once. That matters because loads
-limit the speed: a group of 512 tokens touches 5 blocks of 128, but a run of 8
-such groups loads only 33 blocks. In 16 bits, the first of the groups destroys
-the tokens of the second, so a run is one group.
+A program computes the same tile for a run of consecutive groups. In FP8, groups
+of a run that share a block load it only once. That matters because loads limit
+the speed: 8 groups of 512 tokens need up to 5 blocks of 128 each, but together
+at most 33. In 16 bits, a run is only one group, because setting tokens to zero
+in shared memory destroys those of the next group.
 """
 
 from typing import NamedTuple
@@ -39,8 +39,8 @@ from coat_jax.pallas.mosaic.wgmma import LAYOUT, ROWS, in_band
 class _Place(NamedTuple):
   first: Array  # Index of the run's first group.
   last: Array  # Index of the run's last group.
-  row: Array  # The tile's first row and column in each gradient.
-  column: Array
+  row: Array  # The tile's first row in each gradient.
+  column: Array  # The tile's first column in each gradient.
 
 
 def _place(work: Work, arrays: Arrays, number: Array) -> _Place:
@@ -100,17 +100,18 @@ def compute(
 def _sum_tokens(
   work: Work, entry: Entry, step: Array, is_held: Array, memory: Memory
 ) -> tuple[Array, Array, Array]:
-  """Sums a group's blocks.
+  """Multiplies a group's blocks, and sums the products.
 
-  It holds its last block if this block also contains tokens after the group.
+  If the last block also contains tokens after the group, the block is held: it
+  stays in shared memory for the next group.
 
   Args:
     step: the group's first step.
-    is_held: whether the group before holds the block of this step.
+    is_held: whether the previous group holds the block of this step.
 
   Returns:
-    The next group's first step, whether its block is held, and the sum, f32
-    [64, 128].
+    The next group's first step, whether that step's block is held, and the sum,
+    f32 [64, 128].
   """
 
   def add_block(j, carry):
@@ -140,7 +141,7 @@ def _product_of_own(work: Work, begin, end, slot, memory: Memory) -> Array:
   if work.a_k_first:
     _clear_others(work, rows, begin, end)
     return product(work, rows.T, columns)
-  if work.interpret:  # It cannot multiply values in registers.
+  if work.interpret:  # The interpreter cannot multiply values in registers.
     saved = plgpu.load(rows, layout=LAYOUT, optimized=False)
     _clear_others(work, rows, begin, end)
     found = product(work, rows, columns)
@@ -164,7 +165,7 @@ def _clear_others(work: Work, rows_smem, begin: Array, end: Array) -> None:
       jnp.int32, rows_smem.shape, axis, layout=LAYOUT
     )
     values = plgpu.load(rows_smem, layout=LAYOUT, optimized=False)
-    # Only the interpreter, which cannot run PTX, masks FP8 codes here.
+    # FP8 codes get here only in the interpreter, which cannot run PTX.
     bits = jnp.int8 if values.dtype.itemsize == 1 else jnp.int16
     values = lax.bitcast_convert_type(values, bits)
     is_own = (token >= begin) & (token < end)
@@ -174,7 +175,7 @@ def _clear_others(work: Work, rows_smem, begin: Array, end: Array) -> None:
 
 
 def _write(work: Work, total, group, place: _Place, memory, out) -> None:
-  """Writes 64 rows of a group's gradient; rows after its last are cut off."""
+  """Writes 64 rows of a group's gradient; copies omit rows past its end."""
   rows = pl.ds(place.row + lax.axis_index("warpgroup") * ROWS, ROWS)
 
   def where(columns):

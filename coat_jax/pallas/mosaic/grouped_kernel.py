@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts that the GPU kernels of `grouped_product` share (grouped matmuls).
+"""Code that the GPU kernels for grouped matmuls share (`grouped_product`).
 
 As in `block_kernel`, one persistent program (thread block) per multiprocessor
-computes one tile after another: one warpgroup loads blocks, and the others
-multiply them and add the results in f32. While one adds, another can use the
-tensor cores. A block is 128 bytes long along the summed axis: 128 FP8 codes or
-64 values of 16 bits. Only the GPU knows how many rows a group has, so programs
-read the positions of tiles from a table (`Entry`).
+computes one tile of the result after another. One warpgroup loads blocks; the
+others multiply them and add the products in f32. While one warpgroup adds,
+another can use the tensor cores. Along the summed axis, a block is 128 bytes
+long: 128 FP8 codes or 64 values of 16 bits. Only the GPU knows how many rows a
+group has, so programs read the positions of tiles from a table (`Entry`).
 
-FP8 codes must have the summed axis last. Operands of 16 bits may have it first,
-because the tensor cores can transpose them when they read shared memory.
+In FP8 operands, the summed axis must be last. In 16-bit operands, it may also
+be first, because tensor cores can transpose 16-bit values as they read them.
 
 A group may begin at any row. But copies into swizzled shared memory must begin
-at a multiple of 8 rows or, along the summed axis, at a block's edge.
-`grouped_rows` and `grouped_gradient` say what they do about it.
+at a multiple of 8 rows or, along the summed axis, at a multiple of a block's
+length. `grouped_rows` and `grouped_gradient` describe how they solve this.
 """
 
 import dataclasses
@@ -60,7 +60,7 @@ class Work:
   """Static parameters of one matmul, the same for all of its programs."""
 
   tile: Tile
-  tiles: int  # Number of tiles per run of groups, or per entry with a tile.
+  tiles: int  # Number of tiles per entry of the table; in gradients, per run.
   tiles_n: int  # Number of tiles along n.
   depth: int  # Length of a block along the summed axis k.
   a_k_first: bool  # Whether a is [k, m] instead of [m, k].
@@ -88,7 +88,7 @@ class Arrays(NamedTuple):
   """The kernel's arguments and its result, in the GPU's memory."""
 
   table: Any  # int32 [fields of `Entry`, entries]
-  used: Any  # Number of runs, or of entries in use, [1].
+  used: Any  # [1]: number of entries in use or, for gradients, of runs.
   scale: Any  # A factor per group, f32 [E].
   a: Any
   b: Any
@@ -106,7 +106,8 @@ class Memory(NamedTuple):
   a_smem: Any
   b_smem: Any
   out_smem: Any  # Pieces of the result, for each warpgroup.
-  # For each warpgroup, 64 rows, of which some are copied. Not for gradients.
+  # For each warpgroup, 64 rows of the result, if only some of them are written
+  # (not used for gradients).
   edge_smem: Any
   loaded: Any  # A barrier per stage: completes when its copies end.
   free: Any  # A barrier per stage: completes when all warpgroups have read.
@@ -131,8 +132,9 @@ def scratch(work: Work, a: DTypeLike, b: DTypeLike, out: DTypeLike) -> Memory:
   )
 
 
-# Loads or computes tile `number`, given the program's first step for it, and
-# returns the next step. A step is a block: 0 is the first that a program loads.
+# A function of (work, arrays, memory, number, step) that loads or computes tile
+# `number` and returns the next step. Steps count the blocks that a program
+# loads; `step` is the tile's first block.
 Part = Callable[[Work, Arrays, Memory, Array, Array], Array]
 
 
@@ -180,7 +182,7 @@ def _wait_for_free(work: Work, step: Array, memory: Memory) -> None:
 def load_blocks(
   work: Work, a_rows, b_columns, first, count, step, a, b, memory: Memory
 ) -> Array:
-  """Copies `count` blocks of a and b, from block `first` on; returns a step."""
+  """Copies `count` blocks, starting with `first`; returns the next step."""
 
   def load_block(j, step):
     slot = work.slot(step)
@@ -197,7 +199,7 @@ def load_blocks(
 
 
 def blocks_at(work: Work, slot: Array, memory: Memory) -> tuple[Any, Any]:
-  """Returns a slot's blocks: this warpgroup's rows of a, and all of b."""
+  """Returns a slot's blocks: only this warpgroup's rows of a, but all of b."""
   own = pl.ds(lax.axis_index("warpgroup") * ROWS, ROWS)
   own = work.a_place(own, pl.ds(0, work.depth))
   return memory.a_smem.at[slot, *own], memory.b_smem.at[slot]
@@ -218,7 +220,7 @@ def product(work: Work, rows, columns) -> Array:
 
 
 def zero_sum() -> Array:
-  """Returns f32 [64, 128] to which products are added.
+  """Returns zeros, f32 [64, 128], to which products are added.
 
   Tensor cores accumulate with fewer bits than f32 has. So they sum only within
   a block, and the sums of blocks are added in f32.

@@ -17,22 +17,26 @@ shapes below, M is the number of rows and E the number of groups.
 If a BF16 or f16 operand cannot be cut into whole blocks, it is first copied and
 padded with zeros.
 
-The kernel gets the product of both FP8 operands' scales. If this product is
-below 1.2e-38, it is inexact or 0; the definition in `ops.grouped_linear` has no
-such limit. To compute a group's weight gradient, x is set to zero in rows of
-other groups, but g is not. So NaN and infinities in g reach the gradients of
-all groups in the same block of 128 rows (64 rows for BF16 and f16).
+Results differ from those of the definitions in `ops` in two cases:
 
-For gate and up of Qwen3-30B-A3B on an H200, the FP8 kernels reach 1,040 to
-1,060 TFLOP/s for y and dx, 800 for dw in BF16, and 610 for dw in f32. The BF16
-kernels reach 470 to 480 for y and dx, and 410 for dw in BF16. Without these
-kernels, XLA multiplies every row by every group's weight.
+  - The kernel gets the product of both FP8 operands' scales, which is inexact
+    or 0 below 1.2e-38.
+  - To compute dw of a group, rows of other groups are set to zero in x, but not
+    in g. So NaN and infinities in g reach dw of all groups in the same block of
+    128 rows (64 rows for BF16 and f16).
 
-If groups are small, writing weight gradients in f32 takes longer than the
-matmul. With 512 rows for each of the 128 experts of Qwen3-30B-A3B, the
-gradients of gate and up take 1.61 GB. An H100 reads and writes all bytes in
-0.55 ms, while its tensor cores could compute the matmul in 0.21 ms. With
-gradients in BF16, moving all bytes takes 0.31 ms.
+TFLOP/s for gate and up of Qwen3-30B-A3B on an H200:
+
+             FP8             BF16
+  y and dx   1,040 to 1,060  470 to 480
+  dw, BF16   800             410
+  dw, f32    610
+
+Without these kernels, XLA multiplies every row by every group's weight.
+
+If groups are small, memory bandwidth limits the speed of dw. For example, with
+512 rows for each of the model's 128 experts, an H100 could compute dw in
+0.21 ms, but moving all bytes takes 0.55 ms for f32 dw, or 0.31 ms for BF16 dw.
 """
 
 import dataclasses
@@ -61,17 +65,17 @@ from coat_jax.pallas.mosaic.wgmma import in_128_bytes
 
 TWO, THREE = Tile(warpgroups=2, stages=5, band=16), Tile(warpgroups=3, stages=3)
 TILES = {"two": TWO, "three": THREE}
-# For gradients of weights. f32 gradients take longer to write, and meanwhile
+# Tiles for weight gradients. Those in f32 take longer to write, and meanwhile
 # more blocks are loaded.
 GRADIENT = Tile(warpgroups=3, stages=4, band=16)
 F32_GRADIENT = Tile(warpgroups=3, stages=5, slots=1, band=16)
-# A run has at most this many groups, and fewer if a program would compute fewer
-# tiles than this.
+# A run (see `grouped_gradient`) has at most _MOST_GROUPS groups, but fewer if a
+# program would otherwise compute fewer than _FEWEST_TILES tiles.
 _MOST_GROUPS, _FEWEST_TILES = 8, 4
 
 
 def _why_not(a, b, dtype: DTypeLike, multiples: tuple, dtypes) -> str | None:
-  """Checks a and b; `multiples` apply to a's axes and b's last two axes."""
+  """Checks dtypes and shapes; `multiples` are for a's axes and b's last two."""
   reason = device.why_not_hopper()
   if reason is not None:
     return reason
@@ -249,11 +253,11 @@ def grouped_wgrad(
 
 @dataclasses.dataclass(frozen=True)
 class How:
-  """How the kernel runs.
+  """Options of a grouped matmul kernel.
 
   Attributes:
-    tile: tile of the result. By default, `rows_product` takes THREE if there
-      are enough rows, and `weights_product` takes GRADIENT or F32_GRADIENT.
+    tile: tile of the result. By default, `rows_product` takes THREE (TWO if
+      there are few rows), and `weights_product` GRADIENT or F32_GRADIENT.
     programs: number of programs; None starts one per multiprocessor.
     interpret: whether to run the kernel on a CPU and report races.
   """
@@ -268,8 +272,8 @@ def rows_product(
 ) -> Array:
   """Multiplies rows of x [M, K] by their group's w^T; returns [M, N].
 
-  w is [E, N, K]. With `k_first`, w is [E, K, N] and is not transposed. Each
-  group's result is multiplied by its `scale` [E].
+  w is [E, N, K]. With `k_first`, w is [E, K, N] and is not transposed. If
+  `scale` [E] is passed, each group's result is multiplied by its scale.
   """
   m, k = x.shape
   n = w.shape[2 if k_first else 1]
@@ -305,9 +309,9 @@ def weights_product(
 ) -> Array:
   """Computes x^T g over the rows of each group; returns [E, D, F].
 
-  x is [M, D] and g is [M, F]. In FP8, x is [D, M] and g is [F, M]. Each group's
-  result is multiplied by its `scale` [E]. With `rows_first`, the result is
-  [D, E, F].
+  In 16 bits, x is [M, D] and g is [M, F]. In FP8, x is [D, M] and g is [F, M].
+  If `scale` [E] is passed, each group's result is multiplied by its scale. With
+  `rows_first`, the result is [D, E, F].
   """
   k_first = not is_fp8(x.dtype)
   axis = 1 if k_first else 0

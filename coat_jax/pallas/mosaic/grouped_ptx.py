@@ -11,12 +11,12 @@ from jaxlib.mlir.dialects import arith, vector
 
 from coat_jax.pallas.mosaic import emit
 
-# A register holds the codes of 4 tokens. The registers of 4 consecutive lanes
-# hold 16 consecutive tokens.
+# A register holds the codes of 4 consecutive tokens, and the registers of 4
+# consecutive lanes hold the codes of 16 consecutive tokens.
 _LAYOUT = plgpu.Layout.WGMMA_8BIT
 _SCALAR = plgpu.Layout.WG_SPLAT
-# Keeps the bits of $1 whose number is in [$2 + $4, $3 + $4), and clears the
-# others. A shift by more than 31 bits results in 0.
+# Keeps bits [$2 + $4, $3 + $4) of $1, and clears the others. A shift by more
+# than 31 bits results in 0.
 _KEEP = """{
   .reg .b32 first, last;
   add.s32 first, $2, $4;
@@ -32,7 +32,7 @@ _KEEP = """{
 
 
 def own_codes(rows_smem, begin: Array, end: Array) -> Array:
-  """Reads codes of 64 rows; those of tokens outside [begin, end) become zero.
+  """Reads codes [64, tokens], and zeroes all tokens outside [begin, end).
 
   It masks whole registers, because masking each code takes four times as many
   instructions.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernel that multiplies rows by the weights of their groups.
 
-A tile may begin before its group, because it must begin at a multiple of 8
-rows. Rows of other groups are computed but not written.
+A tile must begin at a multiple of 8 rows, so it may begin before its group.
+Rows of other groups are computed but not written.
 """
 
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from coat_jax.pallas.mosaic.wgmma import ROWS, in_band
 
 
 def _place(work: Work, arrays: Arrays, number: Array) -> tuple[Entry, Array]:
-  """Returns a tile's entry and its first column."""
+  """Returns a tile's table entry and its first column."""
   tile, column = in_band(number, arrays.used[0], work.tiles_n, work.tile.band)
   return arrays.entry(tile), column * BLOCK
 
@@ -71,7 +71,7 @@ def compute(
 
 
 def _write(work: Work, total, entry: Entry, column, memory: Memory, out):
-  """Writes those of 64 rows that belong to the tile's group."""
+  """Writes those of a warpgroup's 64 rows that belong to the tile's group."""
   row = entry.row + lax.axis_index("warpgroup") * ROWS
   begin = jnp.maximum(entry.begin, row)
   end = jnp.minimum(entry.end, row + ROWS)
@@ -91,7 +91,7 @@ def _write(work: Work, total, entry: Entry, column, memory: Memory, out):
 def _write_some(total, row, begin, end, column, memory: Memory, out) -> None:
   """Writes rows [begin, end) of the 64 rows that start at `row`.
 
-  Copies must have static sizes, so it copies 32, 16, ..., 1 rows as needed.
+  Copies must have static sizes: 32, 16, 8, 4, 2 and 1 rows, each if needed.
   """
   smem = memory.edge_smem.at[lax.axis_index("warpgroup")]
   plgpu.wait_smem_to_gmem(0, wait_read_only=True)

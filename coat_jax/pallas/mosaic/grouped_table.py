@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Computes the table that tells `grouped_kernel` which tiles to compute.
 
-The grid cannot depend on the sizes of groups, because only the GPU knows them.
-So XLA computes a table from the sizes before the kernel starts.
+Only the GPU knows the sizes of groups, so the grid cannot depend on them.
+Instead, XLA computes a table from the sizes before the kernel starts.
 """
 
 from typing import Any, NamedTuple
@@ -15,14 +15,14 @@ from jax.experimental import pallas as pl
 class Entry(NamedTuple):
   """Fields of the table, int32 [entries], or of one of its entries, int32 [].
 
-  An entry describes a tile of rows if rows are multiplied by weights, and a
-  group if gradients of weights are computed.
+  For `rows_product`, an entry describes a tile of rows. For `weights_product`,
+  an entry describes a group.
   """
 
   group: Any  # Index of the group.
   row: Any  # The tile's first row, a multiple of 8; 0 for a group.
-  # The group's first row (or token), and one past its last. In an entry for a
-  # tile, both are clipped to the tile.
+  # The group's rows (or tokens) are [begin, end), clipped to the tile if the
+  # entry describes a tile.
   begin: Any
   end: Any
   first: Any  # Index of the first block to sum.
@@ -34,8 +34,8 @@ def tiles_of_rows(
 ) -> tuple[Array, Array]:
   """Returns the table for `rows_product`, and the number of entries in use.
 
-  The rows after the last group form another group whose tiles sum no blocks, so
-  the result is zero in these rows.
+  Rows after the last group form an additional group. Its tiles sum no blocks,
+  so the result is zero in these rows.
   """
   groups = len(sizes)
   sizes = jnp.append(sizes, m - jnp.sum(sizes)).astype(jnp.int32)
@@ -44,11 +44,11 @@ def tiles_of_rows(
   aligned = begins // 8 * 8
   counts = jnp.where(sizes > 0, pl.cdiv(ends - aligned, tile_m), 0)
   last = jnp.cumsum(counts, dtype=jnp.int32)
-  # An upper bound of the number of tiles: each group begins at most 7 rows
+  # An upper bound on the number of tiles: each group begins at most 7 rows
   # early, and its last tile contains at least one row.
   entries = pl.cdiv(m + 7 * (groups + 1), tile_m) + groups + 1
   tile = jnp.arange(entries, dtype=jnp.int32)
-  # A search in steps would launch several kernels for each step.
+  # A binary search would launch several kernels for each step.
   group = jnp.searchsorted(last, tile, side="right", method="compare_all")
   group = group.astype(jnp.int32)
   group = jnp.minimum(group, groups)

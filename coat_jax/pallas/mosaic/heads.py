@@ -2,12 +2,15 @@
 """Rotates, joins and quantizes dq, dk and dv: `ops.join_heads_operand`.
 
 The backward pass of attention returns dq, dk and dv, each split into heads. The
-next matmul reads them as one matrix, with RoPE undone, and quantized. The first
-kernel computes the matrix as `ops.join_heads` does, but writes only each tile's
-largest magnitude, from which `scales` computes the scale. The last kernel
-computes the matrix again, and writes it in the row and the column layout. For
-the gradient of a bias, it also writes each tile's sums over rows, which XLA
-adds up, always in the same order.
+next matmul reads one quantized matrix, in which they are joined and RoPE is
+undone. Two kernels compute this matrix as `ops.join_heads` does:
+
+  join_heads_amax     writes only each tile's largest magnitude, from which
+                      `scales` computes the scale
+  join_heads_operand  writes the quantized matrix in the row and column layouts
+
+For the gradient of a bias, the second kernel also writes each tile's sums over
+rows, and XLA adds up these sums, always in the same order.
 """
 
 import functools
@@ -96,8 +99,8 @@ def join_heads_operand(
     angles = [x.reshape(-1, pairs) for x in (cos, sin)]
   inputs, heads = [*inputs, *angles], Heads(n // k, k, h, pairs)
   width, how = heads.joined, dict(heads=heads, interpret=interpret)
-  # For each tile, cos and sin are more bytes than the gradients. So a program
-  # computes several tiles whose columns belong to the same channels.
+  # A tile's cos and sin take more bytes than its gradients. So if possible, a
+  # program computes several tiles that share cos and sin.
   is_shared = pairs and COLUMNS % h == 0 and width >= 4 * COLUMNS
   count = 4 if is_shared else 1
   low = pl.cdiv(width, count * COLUMNS), pl.cdiv(m, tiles.LOW)
@@ -110,7 +113,7 @@ def join_heads_operand(
     name="join_heads_amax",
   )
   scale, read = scales.bits_to_shared_scale(bits, gradient, interpret)
-  # On an H100, short tiles are 11 % faster with rotation, 2 % slower without.
+  # On an H100, low tiles are 11 % faster with rotation, and 2 % slower without.
   height = tiles.LOW if pairs else tiles.pick_height(m)
   grid = tiles.grid(m, width, height)
   in_rows, columns, sums = rows.run(

@@ -4,7 +4,7 @@
 The matrix [m, (N + 2 K) H] contains, for each key head, its N / K heads of dq,
 then its heads of dk and dv. A tile may contain parts of several heads. A lane
 holds 8 adjacent columns, which belong to one head because H is a multiple of 8.
-Each lane computes from which array and address it loads them.
+Each lane computes the array and address from which it loads these columns.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from coat_jax.pallas.mosaic.row_ptx import (
   split_index,
 )
 
-_ROWS = 4  # Number of adjacent rows that a lane holds, of every 32.
+_ROWS = 4  # A lane holds this many adjacent rows of every 32.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Heads:
   queries: int  # N / K, the number of query heads per key head.
   kv_heads: int  # K, the number of key heads.
   size: int  # H, the number of channels of a head.
-  pairs: int  # Number of pairs of channels to rotate in a head.
+  pairs: int  # Number of channel pairs that RoPE rotates in a head.
 
   @property
   def width(self) -> int:
@@ -58,8 +58,8 @@ def load_joined(
 ) -> list[Array]:
   """Computes tiles of the result of `ops.join_heads`, cast to f32.
 
-  The first of `count` adjacent tiles is at `place`. If there are several, their
-  width must be a multiple of H.
+  There are `count` tiles side by side, the first of them at `place`. If there
+  are several, the width of a tile must be a multiple of H.
 
   `refs` are dq [m, N H], dk and dv [m, K H], cos and sin. cos and sin are
   [T, pairs] or [m, pairs], or None if nothing is rotated.
@@ -167,7 +167,7 @@ class _Lane:
     self._num_angles = ir.MemRefType(refs[3].type).shape[0]
 
   def _place(self, i: int):
-    """Returns the number of this lane's i-th row."""
+    """Returns the index in the matrix of this lane's i-th row."""
     tile, i = divmod(i, _ROWS)
     return arith.addi(self._row, i32(32 * tile + i))
 

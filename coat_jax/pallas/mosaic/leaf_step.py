@@ -2,10 +2,10 @@
 """An optimizer step on one leaf with encoded moments, in one pass over memory.
 
 One kernel does what `step.step_of` does, for any optimizer: it decodes the
-moments, applies the optimizer's `Rule`, and encodes the moments again. It
-overwrites moments and parameters, so the step is in place if the caller donates
-these. Each program (thread block) is one warpgroup and processes 8 groups of
-128 values.
+moments, applies the optimizer's `Rule`, and encodes the moments again. The
+kernel overwrites moments and parameters, so the step is in place if the caller
+donates these arrays. Each program (thread block) is one warpgroup and processes
+8 groups of 128 values.
 """
 
 import dataclasses
@@ -39,9 +39,9 @@ GroupCodecs = tuple[GroupCodec, ...]
 class Rule(Protocol):
   """An optimizer's arithmetic: a frozen dataclass whose fields are scalars.
 
-  `run` gets a rule whose fields are f32 [] arrays. The kernel constructs the
-  rule again, by keyword, from the values that it loads. Fields that are None
-  are left out, so their default must be None.
+  `run` gets a rule whose fields are f32 scalars, or None. The kernel loads the
+  scalars, and constructs the rule again by keyword, without the fields that are
+  None. So the default of such fields must be None.
   """
 
   def apply(
@@ -110,9 +110,9 @@ def run(
 ):
   """Returns the new parameter and moments.
 
-  If p is None, the first result is the update, in the gradient's dtype. The
-  rule gets the moment `factored` (if not None) after the stored ones, and its
-  new value for this moment is ignored.
+  If p is None, the first result is the update, in the gradient's dtype. If the
+  moment `factored` is passed, the rule gets it after the stored moments, and
+  the rule's new value for it is ignored.
   """
   names = tuple(k for k, v in vars(rule).items() if v is not None)
   scalars = jnp.stack([getattr(rule, name) for name in names])
@@ -134,8 +134,8 @@ def run(
     factors=sizes,
     interpret=interpret,
   )
-  # Fields that a codec does not use are stored as scalar zeros. For them, the
-  # kernel gets None.
+  # Fields that a codec does not use are stored as scalar zeros. The kernel gets
+  # None instead.
   used = jax.tree.map(lambda x: x if x.ndim else None, stored)
   first, new = _step(
     scalars, jnp.concatenate(place), g, p, used, tuple(read), work=work
@@ -189,12 +189,13 @@ def _kernel(
 ):
   """Computes the step of one tile.
 
-  `place_gmem` is uint32 and contains the part's key, start and layer, without
-  those that are None. `g_gmem` is the gradient [groups, 128], of one layer if
-  the part has a layer. `gmem` holds factors (if there are any), the leaves of a
-  tree (moments, parameter), and the update if the parameter is None. Codes are
-  [groups, 128] and statistics [groups]. `shape` is the shape of the codes, with
-  all layers.
+  Args:
+    place_gmem: the `LeafPart`'s key, start and layer (if not None), uint32.
+    g_gmem: gradient [groups, 128] of the leaf, or of the part's layer.
+    *gmem: factors (if any), the leaves of the tree (moments, parameter), and
+      the update (if the parameter is None). Codes are [groups, 128], statistics
+      [groups].
+    shape: shape of the codes, with all layers.
   """
   start = lax.axis_index("block") * ROWS
   g = registers.load(g_gmem, start)

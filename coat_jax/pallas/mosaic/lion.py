@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lion's step on one leaf with an encoded moment, in one pass over memory.
 
-With E4M3 codes, the bytes that it reads and writes per value are, together,
+Bytes that `lion_step` reads and writes per value, with E4M3 codes:
 
-  14.1 bytes for f32 parameters and gradients,
-   8.1 bytes for bf16 parameters and gradients,
-  10.1 bytes for 24-bit weights and bf16 gradients.
+  14.1  f32 parameters and gradients
+   8.1  bf16 parameters and gradients
+  10.1  24-bit weights and bf16 gradients
 
 On an H200 (jax 0.11.2), a step on 2^28 parameters takes 0.91 ms in f32 and
 0.78 ms in BF16.

@@ -31,7 +31,7 @@ def tensor_scale(bits: Array, dtype: DTypeLike) -> Array:
 
 
 def group_scale(bits: Array, dtype: DTypeLike) -> Array:
-  """Returns a group's f32 scale, rounded up to BF16, given its amax's bits."""
+  """Returns a group's f32 scale, rounded up to BF16, from its amax's bits."""
   up = (_scale_bits(bits, dtype) + 0xFFFF) & ~0xFFFF
   up = jnp.where(bits > _INFINITY_BITS, _NAN_BITS, up)
   return jax.lax.bitcast_convert_type(up, jnp.float32)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Moment codecs for kernels: a `RegisterCodec` encodes tiles in registers.
 
-A register codec has other rounding errors than its definition in
+A register codec has different rounding errors than its definition in
 `coat_jax.codecs`. For example, it computes powers as exp2(root log2 x), and
-multiplies by the reciprocal of a statistic (computed once per group) instead of
-dividing by the statistic. So a value close to a rounding boundary may get the
-neighbouring code, and a group may get the neighbouring power k. Both happen
-about as often as between two backends of XLA.
+instead of dividing by a statistic, it multiplies by the reciprocal (computed
+once per group). So a value close to a rounding boundary may get the neighboring
+code, and a group may get the neighboring power k. Such differences are about as
+frequent as those between two XLA backends.
 
 A subclass of a registered group codec may encode differently, so it runs in
 plain JAX until you `register` a register codec for the subclass.
@@ -39,7 +39,7 @@ _SIGN = 0x80000000
 class Decoded(NamedTuple):
   """A decoded moment, as factors that are not yet multiplied together.
 
-  `times` multiplies the group's factor by a scalar, which saves a
+  `times` first multiplies the scalar by each group's factor, which saves a
   multiplication per value.
 
   Attributes:
@@ -84,7 +84,8 @@ class RegisterCodec(Protocol):
 class FittedCodec(abc.ABC):
   """A register codec that first fits parameters to each group.
 
-  If the codecs of two moments have the same `fit`, both are fitted at once.
+  If the codecs of two moments have the same `fit`, both moments are fitted at
+  once.
   """
 
   def encode(
@@ -218,7 +219,7 @@ def _twice_order(x: Array) -> Array:
 
 
 def _cleaned(amax: Array, least: Array) -> tuple[Array, Array]:
-  """Returns amax and amin; an amax is 0 if subnormal, and NaN if infinite.
+  """Returns amax and amin; makes a subnormal amax 0, and an infinite one NaN.
 
   `least` contains the bits of amin minus the bits of 2^-126.
   """
@@ -231,7 +232,8 @@ def exponent_bounds(amax: Array, amin: Array) -> tuple[Array, Array]:
   """Returns the biased exponents, int32, of a group's bounds.
 
   The upper bound is the smallest power of two >= amax (at most 2^127), or NaN
-  if amax is NaN. The lower is the largest power <= amin (at least 2^-126).
+  if amax is NaN. The lower bound is the largest power of two <= amin (at least
+  2^-126).
   """
   bits = as_bits(amax)
   upper = (bits >> 23) + jnp.where((bits & 0x7FFFFF) > 0, 1, 0).astype("uint32")
@@ -242,7 +244,7 @@ def exponent_bounds(amax: Array, amin: Array) -> tuple[Array, Array]:
 
 
 def in_bytes(upper: Array, lower: Array) -> tuple[Array, Array]:
-  """Casts biased exponents to bytes, as they are stored."""
+  """Casts biased exponents to the bytes that are stored."""
   return upper.astype(jnp.uint8), lower.astype(jnp.uint8)
 
 

@@ -6,10 +6,10 @@
 
 For "rms", neither the mean of x nor mean(g) is subtracted.
 
-Each of P programs processes every P-th row. It keeps its sums over rows in
-registers, or in shared memory if rows are wide. If enough registers are left,
-it loads the next row while it processes the current one. XLA then adds up the
-sums of all programs, always in the same order.
+Each of P programs processes every P-th row. It keeps its sums for dgamma and
+dbeta in registers, or in shared memory if rows are wide. If enough registers
+are left, the program loads its next row while it processes the current one. XLA
+then adds up the sums of all programs, always in the same order.
 """
 
 import dataclasses
@@ -33,15 +33,15 @@ from coat_jax.pallas.mosaic.whole_rows import RowPart
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-  """The number of programs, and what they keep in registers."""
+  """The number of programs, and what each program keeps in registers."""
 
   programs: int
   ahead: bool  # Whether a program loads a row while it processes another one.
   sums: bool  # Whether sums over rows are in registers, not in shared memory.
 
 
-# Programs that fit on a multiprocessor, by the largest width of their rows.
-# If rows are wider, 2 fit. With a mean, sums take more registers.
+# Maps the largest width of rows to the number of programs that then fit on a
+# multiprocessor; for wider rows, 2 fit. With a mean, sums take more registers.
 _PROGRAMS = {768: 7, 1024: 5, 1536: 4, 2048: 3}
 _PROGRAMS_WITH_MEAN = _PROGRAMS | {768: 5}
 

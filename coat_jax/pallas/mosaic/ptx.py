@@ -65,8 +65,8 @@ def joint_extremes(
 ) -> tuple[Array, Array]:
   """Computes `Instructions.joint_extremes`, with one butterfly for two moments.
 
-  In its first step, half of a group's 16 lanes send their value of the first
-  moment, and the other half send their value of the second moment.
+  In the butterfly's first step, half of a group's 16 lanes send values of the
+  first moment, and the other half send values of the second moment.
   """
   pairs = _type((2, ROWS), jnp.float32), _type((2, ROWS), jnp.uint32)
 
@@ -157,7 +157,8 @@ def round_to_bfloat16(x: Array, words: Array) -> Array:
   """Computes `Instructions.round_to_bfloat16`, with two values per register."""
 
   def noisy(x, word):
-    # ptxas would turn a shift and an addition into a 64-bit multiply-add.
+    # This `prmt` shifts right by 16. ptxas would turn a shift and an addition
+    # into a 64-bit multiply-add.
     noise = emit.prmt(word, emit.i32(0), 0x4432)
     return emit.asm(
       "{ .reg .pred p; .reg .b32 b, r; mov.b32 b, $1; add.u32 r, b, $2; "

@@ -7,8 +7,8 @@
   quantize_tensor   code = clip(x / scale), in the row layout, the column layout
                     (transposed) or both
 
-Kernels that do not write the column layout treat x as one list of groups. The
-others process tiles (see `tiles`).
+Kernels that write the column layout process tiles (see `tiles`). All others
+treat x as one list of groups.
 """
 
 import functools

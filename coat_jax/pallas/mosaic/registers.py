@@ -62,7 +62,7 @@ def as_float(x: Array) -> Array:
 class Instructions:
   """Operations that take fewer instructions on a GPU than plain jnp would.
 
-  The interpreter cannot run PTX, so with `interpret` all run plain jnp.
+  The interpreter cannot run PTX, so with `interpret` the methods run plain jnp.
   """
 
   interpret: bool
@@ -138,8 +138,8 @@ class Instructions:
   ) -> tuple[Array, Array]:
     """Returns each group's maxima of `largest` and minima of `least`.
 
-    Both results are [2, ROWS], for the tiles of two moments. `largest` is f32,
-    where NaN is larger than any number, and `least` is uint32.
+    Each argument has one tile per moment, and each result is [2, ROWS].
+    `largest` is f32, and NaN is larger than any number. `least` is uint32.
     """
     if not self.interpret:
       return ptx.joint_extremes(largest, least)

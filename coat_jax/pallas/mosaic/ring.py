@@ -60,6 +60,6 @@ class Ring(NamedTuple):
   def release(self, number: Array, interpret: bool) -> None:
     """Lets a slot be filled again."""
     if interpret:
-      # Without this, the interpreter reports a race with the next copy.
+      # Without this fence, the interpreter reports a race with the next copy.
       plgpu.commit_smem()
     plgpu.barrier_arrive(self.free.at[lax.rem(number, jnp.int32(self.stages))])

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inlined PTX for `rows` and `tiles`: quotients, transposes, sums over rows.
 
-These modules define in jnp what the functions compute.
+`rows` and `tiles` also define in jnp what these functions compute.
 """
 
 import functools
@@ -89,8 +89,8 @@ def quotient(x: Array, scale: Array, limit: float | None, layout) -> Array:
   """
   f32 = "{ .reg .f32 q, r; "
   # If the scale is infinite, its reciprocal is 0, so the quotient is x * 0: 0,
-  # or NaN if x is not finite. The remainder, x - quotient * scale, would be NaN
-  # (0 * inf), so there an infinite scale is replaced by 0.
+  # or NaN if x is not finite. But the remainder, x - quotient * scale, would
+  # always be NaN (0 * inf), so it is computed with a scale of 0 instead.
   divisor = (
     "{ .reg .pred p; testp.infinite.f32 p, $1; "
     f"selp.f32 $0, {number(0.0)}, $1, p; }}"
@@ -161,7 +161,7 @@ def sum_over_rows(x: Array, smem) -> Array:
     total = functools.reduce(arith.addf, x.registers.flat)
     base, i32, f32 = _base(smem), emit.i32_type(), ir.F32Type.get()
     half, k = split_index(emit.thread(), LANES // 2)
-    # The 8 sums of column 8 k + j begin at word 8 (16 j + k).
+    # The 8 partial sums of column 8 k + j begin at word 8 (16 j + k).
     place = _at(base, (k, 2 * WARPS), (half, 1))
     for j, value in enumerate(emit.elements(total)):
       word = arith.bitcast(i32, value)

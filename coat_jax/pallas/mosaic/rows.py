@@ -2,20 +2,20 @@
 """Loads, quantizes and stores groups or tiles, for memory-bound kernels.
 
 Each program (thread block) consists of one warpgroup of 128 threads, or of four
-in `tiles.run`. In a warpgroup's registers, values form either groups or a tile:
+warpgroups in `tiles.run`. A warpgroup's registers hold either groups or a tile:
 
   groups  [count, G], with G = 16 to 128 values per group. A lane holds 8
           adjacent values (16 bytes in BF16), so at most four shuffles find a
-          group's largest magnitude. A row consists of whole groups and rows are
-          contiguous, so a matrix is one list of groups. In kernels that need
-          whole rows (`whole_rows`), a lane may also hold 4 or 2 values.
+          group's largest magnitude. Because rows are contiguous and consist of
+          whole groups, kernels treat a matrix as one list of groups. In kernels
+          that need whole rows (`whole_rows`), a lane may hold 4 or 2 values.
   tile    [64, 128] or [32, 128]; see `tiles`
 
 Mosaic has no masked loads or stores. A program that would reach past the end of
 the array starts earlier instead, so some values are written twice.
 
 The interpreter cannot run inline PTX (`row_ptx`). With `interpret`, functions
-run jnp code, which also defines the PTX's results.
+run jnp code instead, which defines what the PTX must compute.
 """
 
 import dataclasses
@@ -148,7 +148,7 @@ def why_not_list(shape: tuple[int, ...]) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-  """How a program loads groups of `size` values: `vector` values per lane."""
+  """How a program loads groups of `size` values, with `vector` per lane."""
 
   size: int
   vector: int = VECTOR
@@ -241,5 +241,5 @@ def dequantize_groups(codes: Array, scale: Array) -> Array:
 
 
 def spread(scale: Array, shape: tuple[int, ...]) -> Array:
-  """Repeats the values of leading axes along the others."""
+  """Broadcasts scales of leading axes to `shape`, along the last axes."""
   return lax.broadcast_in_dim(scale, shape, range(scale.ndim))

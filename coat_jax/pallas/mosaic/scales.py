@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes a tensor's scale from maxima of its parts, in one kernel.
+"""Computes a tensor's scale from the largest magnitudes of its parts.
 
-An earlier kernel writes the maximum of each of its programs, as int32 bits. To
-compute the scale from these, XLA would launch two or three kernels, and each
-launch leaves the GPU idle for some microseconds.
+Each program of an earlier kernel has written the largest magnitude of its part,
+as int32 bits. One more kernel computes the scale from these maxima. XLA would
+launch two or three kernels, and each launch leaves the GPU idle for some
+microseconds.
 """
 
 import functools
@@ -54,11 +55,11 @@ def output_scale(bits: Array, output: Scaling, interpret: bool) -> Array | None:
 def bits_to_shared_scale(
   bits: Array, scaling: Scaling, interpret: bool
 ) -> tuple[Array, Array]:
-  """Returns the scale, f32 [], and an array, f32 [k], that begins with it.
+  """Returns the scale as a scalar, f32 [], and as an array of copies, f32 [k].
 
-  The array is for kernels, and the scalar for XLA, which multiplies the results
-  of two matmuls by it. XLA fuses these multiplications into one kernel only if
-  the scalar is an element of a larger array. On a mesh, k is 1.
+  Kernels read the array. XLA multiplies the results of two matmuls by the
+  scalar, and fuses these multiplications into one kernel only if the scalar is
+  an element of a larger array. On a mesh, k is 1.
   """
   return _scale_and_copies(bits, scaling, _THREADS, interpret)
 

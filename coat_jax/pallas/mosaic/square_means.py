@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Means of the rows and of the columns of g^2, in one pass over memory.
 
-XLA would read g twice. A program adds up those tiles of a strip (see `factors`)
-that have the same columns. It writes the mean of each group, and one tile of
-partial means of columns, which XLA adds up.
+XLA would read g twice. A program reads those tiles of a strip (see `factors`)
+that have the same columns. It writes the mean of each group of 128 values, and
+one tile of partial column means. XLA adds up the partial means of all programs.
 """
 
 import functools
@@ -21,8 +21,8 @@ from coat_jax.pallas.mosaic.factors import Sizes
 from coat_jax.pallas.mosaic.ptx import GROUP_SIZE, LAYOUT, ROWS, TILE
 from coat_jax.pallas.mosaic.registers import Instructions
 
-# More tiles per program mean fewer partial means, but too few programs would
-# leave multiprocessors idle at the end.
+# If each program reads more tiles, fewer partial means are written. But with
+# too few programs, multiprocessors would be idle at the end.
 _MOST_TILES = 32
 _LEAST_PROGRAMS = 2048
 
@@ -77,7 +77,7 @@ def _kernel(g_gmem, *gmem, sizes: Sizes, tiles: int, on: Instructions) -> None:
   first = strip * sizes.periods + chunk * tiles
   first = first * sizes.period + tile * ROWS
   count = tiles
-  if sizes.periods % tiles:  # The programs of the last chunk have fewer.
+  if sizes.periods % tiles:  # Programs of the last chunk have fewer tiles.
     count = jnp.minimum(tiles, sizes.periods - chunk * tiles)
 
   def add(i, total):
@@ -86,7 +86,7 @@ def _kernel(g_gmem, *gmem, sizes: Sizes, tiles: int, on: Instructions) -> None:
     for ref in scale_gmem:
       g = g * ref[0]
     g = with_finite_square(g)
-    # Divide before the sum, to avoid an overflow.
+    # Divide before summing, to avoid an overflow.
     means = jnp.sum(g * g * (1 / GROUP_SIZE), axis=1)
     registers.store(means_gmem, start, means)
     return total + g * g * (1 / sizes.rows)

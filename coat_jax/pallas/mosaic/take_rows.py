@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies rows by index: `ops.take_rows`.
 
-XLA loads a few values at a time, and computes each one's address. This kernel
-copies whole rows with the GPU's copy engine, through shared memory. A program
-copies `_ROWS` rows; while one is written, the next ones are loaded.
+XLA loads a few values at a time, and computes an address for each load. This
+kernel copies whole rows through shared memory, with asynchronous copies. Each
+program copies `_ROWS` rows. While it writes a row, it already loads the next
+rows.
 
-The interpreter copies at once, so only a test on a GPU can find a missing wait.
+The interpreter does not copy asynchronously, so only a test on a GPU can find a
+missing wait.
 """
 
 import jax
@@ -61,7 +63,7 @@ def take_rows(x: Array, index: Array, *, interpret: bool = False) -> Array:
 
 def _kernel(x_gmem, index_gmem, out_gmem, smem, loaded):
   first, slots = rows.part("last", _ROWS, len(index_gmem)).start, len(smem)
-  writes = slots // 2  # How many writes may read shared memory during a load.
+  writes = slots // 2  # Number of pending writes that may still read `smem`.
 
   def load(i):
     source = x_gmem.at[index_gmem[first + i]]

@@ -2,8 +2,8 @@
 """Loads, quantizes, transposes and stores tiles [64, 128] or [32, 128].
 
 In every 32 rows of a tile, a lane holds 4 adjacent rows of 8 columns, because
-four codes of a column fill a register. Codes are transposed with byte permutes
-and through shared memory, and written 16 bytes at a time. See also `rows`.
+four FP8 codes of a column fill a register. Codes are transposed with byte
+permutes and through shared memory, and written 16 bytes at a time.
 """
 
 import math
@@ -43,7 +43,7 @@ def why_not(shape: tuple[int, ...]) -> str | None:
 
 
 def pick_height(m: int) -> int:
-  """Picks high tiles if they fit: they store longer runs of a column."""
+  """Picks HIGH if possible, so that longer pieces of columns are stored."""
   return HIGH if m >= HIGH else LOW
 
 
@@ -152,7 +152,7 @@ def put(codes: Array, smem, height: int, first: int, interpret: bool) -> None:
 
 
 def take(smem, height: int, dtype: DTypeLike, interpret: bool) -> Array:
-  """Waits until all rows of a tile are `put`; returns its transpose.
+  """Waits until all rows of a tile are `put`; returns the tile's transpose.
 
   Before the next `put` to the same `smem`, the kernel needs a `barrier`.
   """
@@ -178,9 +178,10 @@ def store_operand(
 def store_sums(
   sums_gmem, x: Array, number, known, columns, smem, interpret: bool
 ) -> None:
-  """Writes sums over rows to row `number` of `sums_gmem`.
+  """Writes x's sums over rows to row `number` of `sums_gmem`.
 
-  The first `known` rows are left out; None stands for 0.
+  The first `known` rows of x, which the previous tile also contains, are left
+  out; None stands for 0.
   """
   if known is not None:
     layout = row_ptx.TILE_LAYOUT
@@ -191,9 +192,9 @@ def store_sums(
 
 
 def known_rows(m: int, height: int, last: Array) -> Array | None:
-  """Returns how many rows of a tile its predecessor contains; None means 0.
+  """Returns how many rows of a tile the previous tile contains; None means 0.
 
-  `last` is the tile's index in `grid`.
+  `last` is the tile's index along the axis "last" of `grid`.
   """
   return jnp.maximum((last + 1) * height - m, 0) if m % height else None
 
@@ -210,9 +211,9 @@ def run(
 ) -> list:
   """Runs `kernel(index, *refs)` for all tiles of a grid, like `rows.run`.
 
-  Use it for kernels that would take more than 128 registers per thread. Each
-  multiprocessor runs one program, and each of its four warpgroups computes one
-  tile after another. Because of the four, a thread gets at most 128 registers.
+  Each multiprocessor runs one program of four warpgroups, so the compiler gives
+  a thread at most 128 registers. Use this function for kernels that would
+  otherwise take more. Each warpgroup computes one tile after another.
   """
   across, down = grid
   programs = 2 if interpret else device.multiprocessors()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads and rounds parameters in kernels, as `optimizer.weights` does.
 
-The results have the same bits. Fewer instructions suffice, because the values
-to round have just been computed, so every NaN among them is quiet.
+The results have the same bits. Kernels need fewer instructions, because they
+round values that they have just computed, among which every NaN is quiet.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ _LARGEST = float(np.uint32(0x7F7F7F00).view(np.float32))
 
 
 def in_f32(on: Instructions, high: Array, low: Array | None = None) -> Array:
-  """Converts a tile of a weight to f32; a `SplitWeight` has a `low` tile."""
+  """Converts a tile to f32; `low` is the second array of a `SplitWeight`."""
   x = on.in_f32(high)
   if low is None:
     return x
@@ -31,7 +31,7 @@ def in_f32(on: Instructions, high: Array, low: Array | None = None) -> Array:
 def round_like(
   refs, x: Array, draw: Callable[[], Array], on: Instructions
 ) -> tuple[Array, ...]:
-  """Rounds an f32 tile to the dtypes of `refs`, like `weights.round_like`.
+  """Rounds an f32 tile to the dtypes of `refs`, as `optimizer.weights` does.
 
   `refs` contains one ref, or the two of a `SplitWeight`. `draw` returns the
   tile's random words.
@@ -44,7 +44,7 @@ def round_like(
 
 
 def _split(x: Array, words: Array, on: Instructions) -> tuple[Array, Array]:
-  """Splits an f32 tile like `weights.split`."""
+  """Splits an f32 tile as `optimizer.weights.split` splits an array."""
   bounded = jnp.clip(x, -_LARGEST, _LARGEST)
   noisy = as_bits(bounded) + (words >> 24)
   # Infinities stay as they are, and NaNs keep only their sign.

@@ -15,9 +15,9 @@ from jax.typing import DTypeLike
 
 WARPGROUPS = 2  # Usual number of warpgroups that multiply.
 ROWS = 64  # Number of rows of the result that one wgmma computes.
-WAVE = WARPGROUPS * ROWS  # Number of rows that both compute at a time.
-# Registers per thread in matmuls, by the number of warpgroups that multiply:
-# for these warpgroups, and for the one that loads.
+WAVE = WARPGROUPS * ROWS  # Number of rows that two warpgroups compute at once.
+# For matmuls, maps the number of warpgroups that multiply to the registers per
+# thread of these warpgroups, and of the warpgroup that loads.
 REGISTERS = {2: (232, 40), 3: (160, 24)}
 LAYOUT = plgpu.Layout.WGMMA
 
@@ -54,8 +54,9 @@ def in_band(
 ) -> tuple[Array, Array]:
   """Returns the indices along m and n of the tile with this number.
 
-  A band is `band` tiles high (along m). Its tiles are numbered along m first,
-  so tiles that are computed at the same time share parts of both operands.
+  Tiles are numbered band by band. A band is `band` tiles high (along m). Within
+  it, tiles are numbered along m first, so that tiles that are computed at the
+  same time share parts of both operands.
   """
   per_band = jnp.int32(band * tiles_n)
   first = lax.div(number, per_band) * band

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads whole rows, for kernels that sum over a row.
 
-A program processes either one row, in parts (`RowPart`), or four, one in each
-warp (`RowPerWarp`). Warps that have a row of their own never wait for others.
+A program processes either one row, in parts (`RowPart`), or four rows, one in
+each warp (`RowPerWarp`). With one row per warp, no warp waits for another.
 """
 
 import dataclasses
@@ -114,7 +114,8 @@ class RowPerWarp(Load):
 
   @property
   def layout(self):
-    # Mosaic supports no axis of size 1, so a group of 128 needs another layout.
+    # Mosaic supports no axis of size 1, so loading one group at a time needs
+    # another layout.
     height = self.groups if self.count == 1 else self.count
     return plgpu.Layout.TILED(
       plgpu.Tiling(((WARPS, height, self.size), (self.vector,))),
@@ -124,7 +125,7 @@ class RowPerWarp(Load):
     )
 
   def combined(self, op: Callable, reduce: Callable, x: Array) -> Array:
-    """Combines each row's values; `op` combines arrays, `reduce` an axis."""
+    """Reduces each row to one value; `op` combines arrays, `reduce` an axis."""
     if self.count == 1:
       return reduce(reduce(x, axis=1), axis=1)
     # Each lane first combines its own values.
@@ -135,7 +136,7 @@ class RowPerWarp(Load):
 
 
 def pick_per_warp(m: int, n: int, size: int) -> RowPerWarp | None:
-  """Returns how warps load rows [m, n], or None if a row needs a program."""
+  """Returns how warps load rows [m, n]; None if each row gets a program."""
   vector = VECTOR if n % (LANES * VECTOR) == 0 else VECTOR // 2
   if m < WARPS * LANES or n > _WIDEST_PER_WARP or n % (LANES * vector):
     return None

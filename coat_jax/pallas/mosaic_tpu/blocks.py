@@ -4,9 +4,9 @@
 If a kernel read an array in another order, XLA would copy the array first. On a
 TPU, XLA may reorder the axes of two kinds of arrays when it stores them:
 
-  pair    [..., D, 2, F], such as the weights of gate and up: two planes
-          [D, F]. XLA stores f32 or bf16 in tiles of 2 x 128, but bytes as
-          [..., 2, D, F] in tiles of 32 x 128.
+  pair    [..., D, 2, F]: two planes [D, F], such as the weights of gate and
+          up. XLA stores f32 or bf16 in this order, in tiles of 2 x 128, but
+          bytes as [..., 2, D, F], in tiles of 32 x 128.
   stack   [L, D, n], such as the weights of L layers. XLA stores it as
           [D, L, n] if L fills tiles and D does not.
 """

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """An optimizer step on one leaf with encoded moments, in one pass over memory.
 
-This Pallas kernel does on TPUs what `step.step_of` does. It requires groups of
-128 values, because a register has 128 lanes. Tiles of [rows, 128] then contain
-whole groups, so the kernel can call the codec's and the optimizer's functions
-on them. It supports every subclass of `codecs.group.Grouped`, including yours.
+This Pallas kernel does on TPUs what `step.step_of` does. Groups must have 128
+values, as many as a register has lanes. A tile [rows, 128] then has one whole
+group per row, so the kernel can call functions of codecs and optimizers on a
+tile. It supports every subclass of `codecs.group.Grouped`, including yours.
 
 Each program of the grid loops over the groups in a block of rows and columns.
-The statistics of a row stay in VMEM until the row's last block is done.
-Outputs alias inputs, so the step is in place if the caller donates its arrays.
+The statistics of a row stay in VMEM until the row's last block is done. Outputs
+alias inputs, so the step is in place if the caller donates its arrays.
 
 No TPU has run this kernel yet. The tests run it in interpret mode on a CPU, and
 compile it for v5e, v5p, v6e and 7x. The compiled programs need hardly any
@@ -49,7 +49,7 @@ def why_not(stored, groups, part, arrays) -> str | None:
   if shape[-1] % LANES:
     return f"the last axis must be a multiple of 128, got shape {shape}"
   # If the number of rows is not a multiple of 8, XLA may interleave the layers
-  # of a stack in memory. It would then copy the stack before the kernel runs.
+  # of a stack in memory, and would then copy the stack for the kernel.
   in_layer = (
     blocks.num_rows(shape) % 8 == 0 and len(blocks.lead_axes(shape)) > 0
   )
@@ -71,7 +71,7 @@ class _Work:
   groups: tuple[Grouped, ...]
   scalars: Any  # Tree structure of the scalars, which are packed in one array.
   dims: tuple[int, ...]  # Sizes of the gradient's axes, except the last.
-  axes: tuple[int, ...]  # For each of these axes, its index in the leaf.
+  axes: tuple[int, ...]  # For each axis in `dims`, its index in the leaf.
   whole: tuple[int, ...]  # Shape of the whole leaf.
   num_weights: int  # Number of the parameter's arrays; 0 without a parameter.
   # For each moment: whether its codec stores an amax and a range.
@@ -91,8 +91,8 @@ def run(
   """Returns (new parameter, new moments), or (update, new moments) without p.
 
   `arithmetic` is `adam.adam` or `lion.lion`. `groups` are the moments' codecs.
-  Without p, `scalars` is the last argument of `arithmetic`. With p, it is a
-  pair: that argument and a `StepScalars`.
+  Without p, `scalars` is the last argument of `arithmetic`. With p, `scalars`
+  is a pair of that argument and a `StepScalars`.
   """
   whole, axes = _whole(part, g, stored[0].codes), tuple(range(g.ndim - 1))
   is_swapped = part.layer is None and blocks.is_stored_by_rows(g.shape)
@@ -203,7 +203,7 @@ def _kernel(place_ref, scalars_ref, g_ref, *refs, work: _Work):
 
 
 def _step_plane(place_ref, scalars_ref, g_ref, ins, outs, plane, work: _Work):
-  """Computes the step of a block [height, width] or of one of its planes."""
+  """Computes the step of a block [height, width], or of one of its planes."""
   height, width = g_ref.shape[0], g_ref.shape[-1]
   groups, has_weight = work.groups, work.num_weights > 0
   weight_refs, ins = ins[: work.num_weights], ins[work.num_weights :]
@@ -279,7 +279,7 @@ def _widened(x: Array) -> Array:
 
 
 def _fields(present, statistics) -> list[list[Array]]:
-  """Returns each moment's amax and range; one that is not stored is 0."""
+  """Returns each moment's amax and range; a field that is not stored is 0."""
   rest = iter(statistics)
   return [
     [next(rest) if there else jnp.int32(0) for there in fields]
