@@ -4,8 +4,8 @@
 `num_bytes` counts the bytes of the matrices that an operation must read and
 write, but not the bytes of vectors. An input counts twice if the operation must
 read it twice: first to compute the result's scale, then to compute the result.
-Examples are `quantize_tensor` without a given scale, and dy in
-`activation_bwd_operands`.
+Examples are `quantize_tensor` without a given scale, and dy and
+the scales in `activation_bwd_operands`.
 """
 
 import functools
@@ -294,5 +294,5 @@ def _activation(sizes, activation, gated):
       lambda op, dy, parts, scale, has_sums=has_sums: op(
         dy, parts, scale=scale, has_sums=has_sums, **how
       ),
-      num_bytes=size * (2 * read + grouped + 2 * count + 1),
+      num_bytes=size * (2 * (read + grouped) + count + 1),
     )

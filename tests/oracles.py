@@ -76,7 +76,7 @@ def quantize(x, group_size, dtype=E4M3, scale_dtype=np.float32):
     for g, group in enumerate(split(values, group_size)):
       amax = np.max(np.abs(group))
       scale = np.float32(amax) * np.float32(1 / QMAX[dtype])
-      scale = max(scale, np.float32(SMALLEST_NORMAL)) if amax else 1.0
+      scale = max(scale, np.float32(SMALLEST_NORMAL))
       if scale_dtype == ml_dtypes.bfloat16:
         scale = bfloat16_at_least(np.float32([scale]))[0]
       quotient = group / np.float32(scale)

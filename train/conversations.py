@@ -109,7 +109,7 @@ def open_images(
       "images: expected the folder that image names are relative to, got "
       f"{source}, which is not a folder; pass an existing folder as --images, "
       "or leave --images out if image names are relative to the folder of the "
-      "file that contains them"
+      "conversations' file"
     )
   try:
     from train.data.chat.images import ChatImages

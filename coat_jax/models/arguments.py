@@ -19,7 +19,7 @@ from coat_jax.numerics.checks import (
 _KINDS = {
   "segments": (jnp.integer, "integers"),
   "shares": (jnp.floating, "floats"),
-  "is_target": ((jnp.bool_, jnp.number), "True or False"),
+  "is_target": ((jnp.bool_, jnp.number), "booleans or numbers"),
 }
 
 

@@ -65,8 +65,9 @@ def loss_of_hidden(
   """Computes `loss_fn` from the model's hidden states [B, T, D].
 
   As in Hugging Face Transformers, one load-balancing loss covers all layers and
-  counts all tokens, including padding. It is multiplied by the sum of the
-  batch's `target_shares`, so its sum over microbatches is a weighted average.
+  counts all tokens, including padding. For each microbatch, it is
+  multiplied by the sum of the microbatch's `target_shares`. So its sum over all
+  microbatches is a weighted average.
   """
   config, shares = model.config, batch.target_shares
   loss = vocabulary.mean_loss(

@@ -147,14 +147,13 @@ def amax_to_scale(
 
   A division by qmax would give different scales on different devices, because
   only some compilers replace it with this multiplication. The scale is at least
-  f32's smallest normal number. A group of zeros has scale 1. A bfloat16 scale
-  is rounded up.
+  f32's smallest normal number, also for a group of zeros. A bfloat16 scale is
+  rounded up.
   """
   if dtype_of(scale_dtype) not in (jnp.float32, jnp.bfloat16):
     rule, remedy = "float32 or bfloat16", "pass one of these"
     refuse(ValueError, "quantize", "scale_dtype", rule, scale_dtype, remedy)
   scale = jnp.maximum(amax * jnp.float32(1 / qmax(dtype)), _SMALLEST_SCALE)
-  scale = jnp.where(amax == 0, jnp.float32(1), scale)
   if jnp.dtype(scale_dtype) == jnp.bfloat16:
     return _bfloat16_rounded_up(scale)
   return scale

@@ -207,12 +207,13 @@ def gradient_bounds(
   dy: Array, parts: Parts, factor: Array | None = None
 ) -> Array:
   """Bounds the input gradient's magnitude in each group, f32 [..., groups]."""
-  size = parts[0].group_size
-  assert size is not None
+  # If x has one scale, a row is a group.
+  size = parts[0].group_size or dy.shape[-1]
   magnitudes = [
     part.scale.astype(jnp.float32) * qmax(part.qvalue.dtype) for part in parts
   ]
-  largest = largest_gradient(group_amax(dy, size), magnitudes)
+  dy_amax = group_amax(in_groups(dy, size), size)
+  largest = largest_gradient(dy_amax, magnitudes)
   if factor is None:
     return largest
   return jnp.where(factor == 0, 0.0, largest * jnp.abs(factor))

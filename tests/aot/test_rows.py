@@ -196,6 +196,7 @@ def test_quantization_needs_few_registers(fn, most, dtype, tmp_path):
   [
     # Here each warp has a row. 4 programs fit on a multiprocessor.
     (1152, "layer", 120),
+    (1280, "layer", 128),
     (4096, "rms", 80),
     (4096, "layer", 112),
     (8192, "layer", 224),

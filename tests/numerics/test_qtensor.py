@@ -160,11 +160,11 @@ def test_quantize_divides_by_the_stored_scale():
   np.testing.assert_array_equal(exact.qvalue.astype(jnp.float32), [[448, 256]])
 
 
-def test_zero_groups_have_scale_one_and_code_zero():
+def test_zero_groups_have_the_smallest_scale_and_code_zero():
   x = jnp.zeros((2, 20)).at[0, 3].set(5.0)
   q = qtensor.quantize(x, group_size=8)
-  np.testing.assert_array_equal(q.scale[1], [1, 1, 1])
-  np.testing.assert_array_equal(q.scale[0, 1:], [1, 1])
+  np.testing.assert_array_equal(q.scale[1], [2.0**-126] * 3)
+  np.testing.assert_array_equal(q.scale[0, 1:], [2.0**-126] * 2)
   np.testing.assert_array_equal(bits(q.qvalue[1]), 0)
 
 

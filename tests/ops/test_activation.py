@@ -12,6 +12,7 @@ import pytest
 
 from coat_jax import ops
 from coat_jax.numerics.formats import E4M3, E5M2
+from coat_jax.numerics.qtensor import quantize
 from coat_jax.numerics.scaling import PerTensor
 from coat_jax.ops import Groups
 from coat_jax.ops.activation import gradient_bounds
@@ -208,6 +209,25 @@ def test_gradient_bounds_hold_and_are_tight(activation, dtype):
     assert bounds.shape == (len(ones), 1)
     assert np.all(largest <= bounds[:, 0])
     assert np.max(largest / bounds[:, 0]) > 0.97
+
+
+def test_gradient_bounds_do_not_depend_on_groups_of_zeros():
+  # A group of zeros must not have a large scale.
+  x = jnp.full((ROWS, 4 * GROUP), 1e-4).at[0, GROUP:].set(0)
+  part = ops.quantize_groups(x, groups=Groups(GROUP))
+  dy = jnp.ones(x.shape)
+  bounds = gradient_bounds(dy, (part, part))
+  assert 1e-4 < np.max(bounds) < 1.2e-4
+  assert np.all(bounds[0, 1:] < 1e-30)
+
+
+def test_gradient_bounds_of_a_tensor_with_one_scale():
+  x = gradient((ROWS, 64))
+  part = quantize(x, group_size=None)
+  dy = gradient((ROWS, 64), 1)
+  bounds = gradient_bounds(dy, (part, part))
+  largest = np.max(np.abs(dy), axis=1) * np.max(np.abs(x)) * 1.13
+  np.testing.assert_allclose(bounds[:, 0], largest, rtol=1e-6)
 
 
 def test_formats_without_range_to_spare_get_the_exact_scale():

@@ -155,7 +155,7 @@ class RunDirectory:
       self.lock.exists() and not self.lock.is_file()
     ):
       raise ValueError(
-        f"out: expected a plain file as {self.lock}, got a link or another "
+        f"out: expected {self.lock} to be a plain file, got a link or another "
         "kind of file; remove it, or pass another folder as --out"
       )
     lock = filelock.FileLock(self.lock, blocking=False, fallback_to_soft=False)
@@ -174,8 +174,8 @@ class RunDirectory:
       self.lock.write_text(f"process {os.getpid()} on {socket.gethostname()}")
     if missing is not None:
       say(
-        f"{self.path}: the folder could not be locked ({missing}); do not run "
-        "two commands that train in it at once"
+        f"{self.path}: the folder could not be locked ({missing}); do not "
+        "run two training commands in it at the same time"
       )
 
   def _unlock(self) -> None:

@@ -260,7 +260,8 @@ def _bound_kernel(dy_gmem, factor_gmem, *refs, count, activation, interpret):
   layout = load.layout.reduce(1)
   dy = rows.load_groups(dy_gmem.at[part], load)
   magnitudes = [
-    _load_magnitudes(scale_gmem.at[part], layout) for scale_gmem in refs[1::2]
+    _load_magnitudes(*part_gmem, part, layout)
+    for part_gmem in itertools.batched(refs, 2)
   ]
   largest = largest_gradient(jnp.max(jnp.abs(dy), axis=1), magnitudes)
   if factor_gmem is not None:
@@ -273,10 +274,10 @@ def _bound_kernel(dy_gmem, factor_gmem, *refs, count, activation, interpret):
   scales.store_maximum(bits_gmem, lax.axis_index("last"), bits)
 
 
-def _load_magnitudes(scale_gmem, layout) -> Array:
-  """Loads groups' scales; returns the largest magnitudes they can represent."""
-  scale = plgpu.load(scale_gmem, layout=layout, optimized=False)
-  return scale.astype(jnp.float32) * qmax(E4M3)
+def _load_magnitudes(codes_gmem, scale_gmem, part, layout) -> Array:
+  """Returns the largest magnitudes that groups with these scales may have."""
+  scale = plgpu.load(scale_gmem.at[part], layout=layout, optimized=False)
+  return scale.astype(jnp.float32) * qmax(codes_gmem.dtype)
 
 
 def _bwd_kernel(

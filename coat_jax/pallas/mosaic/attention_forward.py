@@ -4,8 +4,8 @@
 A program computes the output for 128 queries of one head, and loops over tiles
 of keys. Each of two warpgroups computes the scores of 64 queries, and then the
 exponentials p of the scores, relative to a running maximum (if needed). p stays
-in registers, and p v is added to f32 sums. While one warpgroup computes p, the
-other can use the tensor cores.
+in registers, and the product of p and the values is added to f32 sums. While
+one warpgroup computes p, the other can use the tensor cores.
 """
 
 import functools
@@ -33,9 +33,10 @@ _NEEDS_NO_MAXIMUM = 55.0
 _MASKED = -1e30
 # The running maximum starts at _LEAST, below every score and above every masked
 # score. So p is 0 as long as all of a query's keys are masked. If the maximum
-# started at -inf, it would become _MASKED * unit, rounded to f32, and
-# `Scores.exponential` would subtract it from the same product without rounding
-# (in an fma). The difference could be 1e22, and p = 2^difference infinite.
+# started at -inf, a query whose keys are all masked would have the maximum
+# _MASKED * unit, rounded to f32. `Scores.exponential` computes this product
+# without rounding it (in an fma), and subtracts the maximum. The difference
+# could be 1e22, and p = 2^difference would be infinite.
 _LEAST = -1e20
 
 

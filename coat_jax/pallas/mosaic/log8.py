@@ -80,9 +80,10 @@ class _Log(FittedCodec):
       # value at the lowest level could be rounded down to zero.
       above = jnp.log2(magnitude) - spread(base + 0.5 * step - _JUST_BELOW)
       whole, level = on.round(above, spread(inverse))
-      # Let a and b be the values of the levels around |x|. Round up if `rest`,
-      # (noise - 1) (b - a) - (|x| - a), is negative. All terms of `rest` are
-      # multiplied by exp2(_JUST_BELOW) / sqrt(a b).
+      # Let a and b be the values of the levels below and above |x|, and
+      #   rest = (noise - 1) (b - a) - (|x| - a),
+      # where noise is uniform in [1, 2). Round up if `rest` is negative. All
+      # terms of `rest` are multiplied by exp2(_JUST_BELOW) / sqrt(a b).
       lower = jnp.exp2(_JUST_BELOW - 0.5 * step)
       gap = jnp.exp2(_JUST_BELOW + 0.5 * step) - lower
       part = jnp.exp2(above + whole * spread(-step))

@@ -14,7 +14,6 @@ from coat_jax.numerics.formats import qmax
 _TINY_BITS = 0x00800000  # 2^-126
 _INFINITY_BITS = 0x7F800000
 _NAN_BITS = 0x7FC00000
-_ONE_BITS = 0x3F800000
 
 
 def magnitude_bits(x: Array) -> Array:
@@ -38,11 +37,8 @@ def group_scale(bits: Array, dtype: DTypeLike) -> Array:
 
 
 def _scale_bits(bits: Array, dtype: DTypeLike) -> Array:
-  """Returns the bits of the scale max(amax * float32(1 / qmax), 2^-126).
-
-  If amax is 0, the scale is 1.
-  """
+  """Returns the bits of the scale max(amax * float32(1 / qmax), 2^-126)."""
   amax = jax.lax.bitcast_convert_type(bits, jnp.float32)
   scale = amax * jnp.float32(1 / qmax(dtype))
   scale_bits = jax.lax.bitcast_convert_type(scale, jnp.int32)
-  return jnp.where(amax == 0, _ONE_BITS, jnp.maximum(scale_bits, _TINY_BITS))
+  return jnp.maximum(scale_bits, _TINY_BITS)

@@ -108,7 +108,7 @@ class RowPerWarp(Load):
   groups: int = 0
 
   @property
-  def count(self) -> int:
+  def at_once(self) -> int:
     """The number of groups that a warp loads at a time."""
     return LANES * self.vector // self.size
 
@@ -116,21 +116,21 @@ class RowPerWarp(Load):
   def layout(self):
     # Mosaic supports no axis of size 1, so loading one group at a time needs
     # another layout.
-    height = self.groups if self.count == 1 else self.count
+    height = self.groups if self.at_once == 1 else self.at_once
     return plgpu.Layout.TILED(
       plgpu.Tiling(((WARPS, height, self.size), (self.vector,))),
       warp_dims=(-4,),
-      lane_dims=(-2,) if self.count == 1 else (-3, -2),
+      lane_dims=(-2,) if self.at_once == 1 else (-3, -2),
       vector_dim=-1,
     )
 
   def combined(self, op: Callable, reduce: Callable, x: Array) -> Array:
     """Reduces each row to one value; `op` combines arrays, `reduce` an axis."""
-    if self.count == 1:
+    if self.at_once == 1:
       return reduce(reduce(x, axis=1), axis=1)
     # Each lane first combines its own values.
     parts = [
-      x[:, i : i + self.count] for i in range(0, self.groups, self.count)
+      x[:, i : i + self.at_once] for i in range(0, self.groups, self.at_once)
     ]
     return reduce(reduce(functools.reduce(op, parts), axis=2), axis=1)
 

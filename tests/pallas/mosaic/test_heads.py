@@ -93,11 +93,11 @@ def test_cos_without_sin_rotates_nothing():
   assert_same_operand(found, want)
 
 
-def test_scale_is_one_for_zeros_and_nan_for_nan():
+def test_scale_is_smallest_for_zeros_and_nan_for_nan():
   zeros = [jnp.zeros((1, 32, 2, 64))] * 3
   how = dict(has_sums=True, interpret=True)
   operand, sums = join_heads_operand(*zeros, None, None, **how)
-  assert operand.scale == 1 and not np.any(sums)
+  assert operand.scale == 2.0**-126 and not np.any(sums)
   dq = zeros[0].at[0, 0, 0, 0].set(jnp.nan)
   found, sums = join_heads_operand(dq, *zeros[1:], None, None, **how)
   assert np.isnan(found.scale) and np.sum(np.isnan(sums)) == 1

@@ -246,7 +246,7 @@ def test_lock_that_is_not_a_plain_file_is_refused_and_left_alone(
     run.lock.mkdir()
   else:
     os.mkfifo(run.lock)
-  with pytest.raises(ValueError, match="expected a plain file as .*lock"):
+  with pytest.raises(ValueError, match="expected .*lock to be a plain file"):
     with run.claimed(config(overwrite=True)):
       raise AssertionError
   assert thesis.exists() == (kind == "link")
