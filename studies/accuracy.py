@@ -81,9 +81,9 @@ class Case:
 def cases(names: Sequence[str] | None = None) -> list[Case]:
   """Lists codecs with each of their roundings.
 
-  By default, these are all registered codecs, and log8 with rounding to
-  nearest, which the library does not offer. Codecs with factored moments are
-  left out, because they need whole matrices instead of groups.
+  By default, these are all registered codecs, and a variant that the library
+  does not offer: log8 with rounding to nearest. Codecs with factored moments
+  are left out, because they need whole matrices instead of groups.
   """
   found = []
   for name in codecs.names() if names is None else names:

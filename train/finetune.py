@@ -8,8 +8,8 @@ DIR is a Hugging Face folder with weights, config.json, tokenizer.json and, for
 conversations, a chat template. DIR may also be a run that started from such a
 folder. FILES contain JSON lines or JSON arrays. Each row is a list of messages,
 a ShareGPT conversation, an Alpaca instruction, or a prompt with its completion.
-The loss covers only what the assistant writes. If DIR contains a LLaVA, rows
-may have images (`--images`), and `--trained` selects the parts to train.
+The loss covers only what the assistant writes. If DIR contains a LLaVA model,
+rows may have images (`--images`), and `--trained` selects the parts to train.
 
 See docs/finetune.md, and docs/vision.md for the two stages of LLaVA.
 """

@@ -259,13 +259,13 @@ def _bound_kernel(dy_gmem, factor_gmem, *refs, count, activation, interpret):
   part, load = rows.part("last", count, groups), Load(g)
   layout = load.layout.reduce(1)
   dy = rows.load_groups(dy_gmem.at[part], load)
+  factor = load_factor(factor_gmem, part, layout)
   magnitudes = [
-    _load_magnitudes(*part_gmem, part, layout)
-    for part_gmem in itertools.batched(refs, 2)
+    _load_magnitudes(codes_gmem.dtype, scale_gmem.at[part], layout)
+    for codes_gmem, scale_gmem in itertools.batched(refs, 2)
   ]
   largest = largest_gradient(jnp.max(jnp.abs(dy), axis=1), magnitudes)
-  if factor_gmem is not None:
-    factor = load_factor(factor_gmem, part, layout)
+  if factor is not None:
     largest = times(largest, jnp.abs(factor))
     parts = _load_groups(refs, part, load)
     y = activated(parts, activation, load.layout, interpret)
@@ -274,10 +274,10 @@ def _bound_kernel(dy_gmem, factor_gmem, *refs, count, activation, interpret):
   scales.store_maximum(bits_gmem, lax.axis_index("last"), bits)
 
 
-def _load_magnitudes(codes_gmem, scale_gmem, part, layout) -> Array:
+def _load_magnitudes(dtype, scale_gmem, layout) -> Array:
   """Returns the largest magnitudes that groups with these scales may have."""
-  scale = plgpu.load(scale_gmem.at[part], layout=layout, optimized=False)
-  return scale.astype(jnp.float32) * qmax(codes_gmem.dtype)
+  scale = plgpu.load(scale_gmem, layout=layout, optimized=False)
+  return scale.astype(jnp.float32) * qmax(dtype)
 
 
 def _bwd_kernel(
