@@ -137,7 +137,7 @@ def main() -> list[float]:
       params, state, clip_state, tokens
     )
     losses.append(float(loss))
-  print(f"loss {losses[0]:.3f}, after {STEPS} steps {losses[-1]:.3f}")
+  print(f"loss {losses[0]:.3f} at first, {losses[-1]:.3f} after {STEPS} steps")
   return losses
 
 

@@ -147,8 +147,8 @@ def progress(done: list[dict]) -> str:
   others = sum(row["case"]["preset"] == "study" for row in done) - count
   share = f"All {every}" if count == every else f"{count} of {every}"
   return (
-    f"{share} runs of the grid are complete. {others} more runs used other "
-    "rates."
+    f"{share} runs of the grid are complete. Besides the grid, {others} runs "
+    "used other rates."
   )
 
 

@@ -75,7 +75,7 @@ def test_text_about_long_runs_agrees_with_measurements():
     ends = [x["held_out"][-1][1] for x in (plain, runs[corpus][variant])]
     cells = "| {:.4f} | {:.4f} | {:+.4f} |".format(*ends, ends[1] - ends[0])
     assert cells in shown
-  counts = "at {}, {} and {} of 20 evaluations with seeds 0, 1 and 2"
+  counts = "at {} of them with seed 0, at {} with seed 1, and at {} with seed 2"
   assert counts.format(*above) in shown
 
 

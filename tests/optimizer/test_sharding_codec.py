@@ -25,7 +25,7 @@ def test_state_shardings_finds_the_codec_of_the_optimizer():
 
   def refused(init, size):
     with pytest.raises(
-      ValueError, match=f"groups of {size} at 'w'.*250 values"
+      ValueError, match=f"groups of {size} values, got 250 values.*'w'"
     ):
       state_shardings(init, params, split)
 

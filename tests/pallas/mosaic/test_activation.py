@@ -130,18 +130,6 @@ def test_kernels_match_the_definition(shape, group_size, activation, gated):
   assert_same_operand(actual[1], expected[1])
 
 
-@pytest.mark.parametrize("gated", [True, False])
-def test_backward_kernel_reads_values_in_e5m2(gated):
-  dy, x, _ = inputs((32, 128), gated)
-  parts = tuple(
-    ops.quantize_groups(part, groups=Groups(16, E5M2))
-    for part in jnp.split(x, 1 + gated, axis=1)
-  )
-  how = dict(activation="silu", scale=jnp.float32(1))
-  actual, expected = both("activation_bwd_operands", dy, parts, **how)
-  assert_same_operand(actual[0], expected[0])
-
-
 @SHAPES
 def test_kernel_sums_a_bias_gradient(shape, group_size):
   dy, x, options = inputs((2, shape[0] // 2, shape[1]), False, group_size)

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares Mosaic's activation functions with a factor per row with NumPy."""
+"""Tests Mosaic's activation functions with a factor per row, and with E5M2."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from coat_jax import ops
+from coat_jax.numerics.formats import E5M2
 from coat_jax.numerics.qtensor import quantize_with_scale
+from coat_jax.ops import Groups
 from tests.pallas.kernels import assert_same_codes
 from tests.pallas.mosaic.test_activation import (
   BF16,
@@ -70,6 +72,18 @@ def test_kernels_multiply_rows_by_a_factor(shape, group_size):
   found = np.asarray(actual[0].rows, F32) * np.asarray(actual[0].scale)
   # E5M2 has 2 bits after the point.
   np.testing.assert_allclose(found, want, rtol=2**-2.9, atol=1e-6 * want.max())
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_backward_kernel_reads_values_in_e5m2(gated):
+  dy, x, _ = inputs((32, 128), gated)
+  parts = tuple(
+    ops.quantize_groups(part, groups=Groups(16, E5M2))
+    for part in jnp.split(x, 1 + gated, axis=1)
+  )
+  how = dict(activation="silu", scale=jnp.float32(1))
+  actual, expected = both("activation_bwd_operands", dy, parts, **how)
+  assert_same_operand(actual[0], expected[0])
 
 
 @pytest.mark.gpu
