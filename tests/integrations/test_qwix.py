@@ -147,6 +147,7 @@ class Stack(nnx.Module):
     return self.mlp(x)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # From qwix.
 def test_page_shows_what_each_version_saves():
   x = jnp.zeros((1, 512, 256), BF16)

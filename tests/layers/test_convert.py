@@ -24,6 +24,7 @@ from tests.layers.converting import (
   relative,
   run,
 )
+from tests.matrices import quick
 
 # State ----------------------------------------------------------------------
 
@@ -153,7 +154,7 @@ def gradients(model, x):
   return jit(jax.grad(loss))(params)
 
 
-@pytest.mark.parametrize("name, has_blocks", CASES)
+@pytest.mark.parametrize("name, has_blocks", quick(2, CASES))
 def test_fp8_gradients_of_all_parameters_are_close_to_the_model(
   name, has_blocks
 ):

@@ -183,6 +183,7 @@ def test_original_module_gets_no_cache():
   assert with_weight_cache(module).cache is None
 
 
+@pytest.mark.slow
 def test_new_cache_follows_a_changed_weight():
   recipe = recipes.coat(weight_cache="codes")
   module = Linear(16, 24, recipe=recipe, use_bias=False, rngs=nnx.Rngs(0))

@@ -27,6 +27,7 @@ from coat_jax.optimizer import (
   to_plain_state,
 )
 from tests.comparing import assert_same_bits
+from tests.matrices import quick
 from tests.optimizer.test_factored import (
   CODEC,
   EXACT,
@@ -37,7 +38,7 @@ from tests.optimizer.test_factored import (
 )
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", quick(1, [AxisType.Auto, AxisType.Explicit]))
 @pytest.mark.parametrize("fused", [False, True])
 def test_steps_on_eight_devices_match_one_device(kind, fused):
   make = fused_coat_adamw if fused else coat_adamw

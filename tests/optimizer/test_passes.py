@@ -15,6 +15,7 @@ from coat_jax.optimizer import passes
 from coat_jax.optimizer import step as steps
 from coat_jax.optimizer.fused import fused_coat_adamw, fused_coat_lion
 from tests.comparing import assert_same_bits
+from tests.matrices import quick
 
 E4M3 = jnp.float8_e4m3fn
 
@@ -70,7 +71,7 @@ def optimizers():
   yield scale_by_coat_adam(quantize_mask=all_leaves), "float32"
 
 
-@pytest.mark.parametrize("optimizer, dtype", list(optimizers()))
+@pytest.mark.parametrize("optimizer, dtype", quick(4, optimizers()))
 def test_steps_in_passes_match_ordinary_steps(monkeypatch, optimizer, dtype):
   calls = []
   run = passes.run

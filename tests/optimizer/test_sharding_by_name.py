@@ -28,6 +28,7 @@ from coat_jax.optimizer import (
 )
 from coat_jax.optimizer.state import moments_in
 from tests.comparing import assert_same_bits
+from tests.matrices import quick
 
 DEVICES = 8
 # Bytes per parameter on each device with `coat`, with a margin for leaves that
@@ -104,11 +105,14 @@ SOLVERS = {
 
 @pytest.mark.parametrize(
   "name, kind",
-  [
-    ("coat_adamw", AxisType.Auto),
-    ("coat_adamw", AxisType.Explicit),
-    ("encoded", AxisType.Auto),
-  ],
+  quick(
+    1,
+    [
+      ("coat_adamw", AxisType.Auto),
+      ("coat_adamw", AxisType.Explicit),
+      ("encoded", AxisType.Auto),
+    ],
+  ),
 )
 def test_each_device_stores_its_share_of_an_nnx_optimizer(name, kind, tmp_path):
   make = optimizer_of(SOLVERS[name]())
@@ -158,7 +162,7 @@ def test_each_device_stores_its_share_of_an_nnx_optimizer(name, kind, tmp_path):
   )
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", quick(1, [AxisType.Auto, AxisType.Explicit]))
 def test_each_device_stores_its_share_of_low_bytes(kind):
   solver = optax.chain(coat_adamw(1e-4), stochastic_rounding(low_bits=True))
   make = optimizer_of(solver, jnp.bfloat16)
@@ -208,7 +212,7 @@ class Dense(nn.Module):
 RULES = (("embed", "fsdp"), ("mlp", "tensor"))
 
 
-@pytest.mark.parametrize("low_bits", [False, True])
+@pytest.mark.parametrize("low_bits", quick(1, [True, False]))
 @pytest.mark.parametrize("logical", [False, True])
 def test_each_device_stores_its_share_of_a_linen_state(logical, low_bits):
   solver = fused_coat_adamw(1e-2, low_bits=low_bits)

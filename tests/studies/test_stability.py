@@ -236,6 +236,7 @@ def test_data_can_be_token_files(tmp_path, monkeypatch):
   np.testing.assert_array_equal(found[0].read(0, 2000), tokens)
 
 
+@pytest.mark.slow
 def test_runs_share_a_program_and_match_training(tmp_path, monkeypatch, capsys):
   monkeypatch.setattr(stability, "study", lambda: TOY)
   monkeypatch.setattr(stability_run, "CHUNK", 5)

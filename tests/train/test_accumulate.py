@@ -37,6 +37,7 @@ def test_microbatches_give_the_losses_of_the_whole_batch(
   assert largest_difference(whole, parts) <= 1e-5
 
 
+@pytest.mark.slow
 def test_masked_losses_do_not_depend_on_the_number_of_microbatches():
   # All microbatches have the same two sequences, so their experts have the same
   # load, and the gradients must equal those of the whole batch.

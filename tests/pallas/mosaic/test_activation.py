@@ -22,6 +22,7 @@ from coat_jax.pallas.mosaic import activation as kernels
 from coat_jax.pallas.mosaic.activation_input import activation_input
 from tests import cases, oracles
 from tests.comparing import assert_close, jit
+from tests.matrices import quick
 from tests.pallas.kernels import (
   assert_same_codes,
   assert_same_groups,
@@ -46,11 +47,15 @@ ALL = pytest.mark.parametrize("activation, gated", CASES)
 # The first shape is not a multiple of a tile along either axis. The second has
 # tiles of 32 rows and groups of 128. In the third, warpgroups of the backward
 # pass compute several tiles.
-SHAPES = pytest.mark.parametrize(
-  "shape, group_size",
-  [((80, 144), 16), ((48, 256), 128), ((144, 528), 16)],
-  ids=str,
-)
+SIZES = [((80, 144), 16), ((48, 256), 128), ((144, 528), 16)]
+SHAPES = pytest.mark.parametrize("shape, group_size", SIZES, ids=str)
+# The first six have each activation function, and each size with and without a
+# gate.
+EVERY = [
+  (*SIZES[(i + shift) % 3], *case)
+  for shift in range(3)
+  for i, case in enumerate(CASES)
+]
 
 
 def run(fn, *args, jit=jit, activation="silu", **options):
@@ -116,8 +121,9 @@ def assert_same_input(actual, expected):
   np.testing.assert_allclose(actual[1], expected[1], rtol=1e-6)
 
 
-@SHAPES
-@ALL
+@pytest.mark.parametrize(
+  "shape, group_size, activation, gated", quick(6, EVERY), ids=str
+)
 def test_kernels_match_the_definition(shape, group_size, activation, gated):
   dy, x, options = inputs(shape, gated, group_size, least=-2.0)
   how = dict(activation=activation)

@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from benchmarks import training_step
 from coat_jax import recipes
+from tests.matrices import quick
 from tests.train.memory.runs import DEMO_MOE, Case
 from train.memory.count import saved_bytes
 from train.memory.step import (
@@ -126,7 +127,7 @@ def test_checkpoints_save_less_and_recompute_a_layer():
 
 
 @pytest.mark.parametrize("is_layer_norm", [False, True])
-@pytest.mark.parametrize("group_size", [16, 100])
+@pytest.mark.parametrize("group_size", quick(1, [100, 16]))
 def test_fp8_checkpoints_save_codes_of_inputs(is_layer_norm, group_size):
   r = recipes.coat(group_size=group_size)
   family = "olmo" if is_layer_norm else "llama"
