@@ -189,16 +189,17 @@ def test_gated_mlp_in_bfloat16_is_close_to_f32(residuals):
   assert dx.dtype == jnp.bfloat16
   assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(dw))
   want_dx, want_dw = want_gradients
-  # The gradient of the down matmul's input is rounded to BF16, and with it the
-  # scale of dgate and dup. This changes about 2^-9 / 2^-3 of their E5M2 codes
-  # by at most 2^-2 of their value, so the error is at most 2^-5. It affects dx
-  # and the front's gradients, but not the back's.
+  # The gradient of the down matmul's input is rounded to BF16, which changes
+  # about 2^-9 / 2^-3 of the E5M2 codes of dgate and dup by at most 2^-2 of
+  # their value, so the error is at most 2^-5 (with "coat", it is below 2 %).
+  # This affects dx and the front's gradients, but not the back's.
+  most = 0.02 if residuals == "coat" else 2.0**-5
   assert_close(dw.back, want_dw.back)
   for got, exact in zip(
     jax.tree.leaves((dx, dw)), jax.tree.leaves((want_dx, want_dw)), strict=True
   ):
     error = jnp.linalg.norm(got.astype(jnp.float32) - exact)
-    assert error < 2.0**-5 * jnp.linalg.norm(exact)
+    assert error < most * jnp.linalg.norm(exact)
 
 
 def test_coat_and_minimal_residuals_differ_only_in_rounding_silu():

@@ -70,14 +70,14 @@ def norm_input(
   *leading, n = x.shape
   m, g = x.size // n, groups.size
   per_row = jax.ShapeDtypeStruct((m,), jnp.float32)
-  how = whole_rows.pick_per_warp(m, n, g)
-  if how is None:
+  per_warp = whole_rows.pick_per_warp(m, n, g)
+  if per_warp is None:
     shape, programs = (m * n // g, g), m
     kernel = functools.partial(_input_kernel, eps=eps, interpret=interpret)
   else:
     shape, programs = (m, n // g, g), pl.cdiv(m, row_ptx.WARPS)
     kernel = functools.partial(
-      _input_kernel_per_warp, load=how, eps=eps, interpret=interpret
+      _input_kernel_per_warp, load=per_warp, eps=eps, interpret=interpret
     )
   qvalue, scale, mean, rstd, bits = rows.run(
     kernel,

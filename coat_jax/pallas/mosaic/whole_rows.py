@@ -18,6 +18,7 @@ from coat_jax.pallas.mosaic.row_ptx import LANES, VECTOR, WARPS
 from coat_jax.pallas.mosaic.rows import Load, folded
 
 _WIDEST = 8192  # For longer rows, registers would spill.
+# On an H200, rows of 2048 values were faster with a program per row.
 _WIDEST_PER_WARP = 1280
 
 
@@ -138,6 +139,7 @@ class RowPerWarp(Load):
 def pick_per_warp(m: int, n: int, size: int) -> RowPerWarp | None:
   """Returns how warps load rows [m, n]; None if each row gets a program."""
   vector = VECTOR if n % (LANES * VECTOR) == 0 else VECTOR // 2
+  # With fewer rows, `scales.maxima` needs several copies of each row's maximum.
   if m < WARPS * LANES or n > _WIDEST_PER_WARP or n % (LANES * vector):
     return None
   return RowPerWarp(size, vector, n // size)
