@@ -120,5 +120,5 @@ def test_moments_whose_groups_do_not_fit_the_mesh_are_converted(tmp_path):
   expected = restored(tmp_path, after)
   mesh = make_mesh(parse_mesh("fsdp=4,tensor=2"))
   assert_same_bytes(restored(tmp_path, after, mesh), expected)
-  with pytest.raises(ValueError, match="whole groups, got groups of 96"):
+  with pytest.raises(ValueError, match="whole groups of 96 values"):
     restored(tmp_path, config(codec="coat", group_size=96), mesh)
