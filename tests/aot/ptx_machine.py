@@ -30,13 +30,13 @@ from tests.aot.ptx_instructions import (
 
 _WIDTHS = {"p": bool, "rs": np.uint16, "rd": np.uint64, "r": np.uint32}
 _COMMENT = re.compile(r"//.*")
-_THREADS = 128  # Threads per block, which is one warpgroup.
+_SIZE = re.compile(r"\.(?:max|req)ntid (\d+)")  # Matches the threads per block.
 _PARAMETER = 8  # Size in bytes of a parameter, which is a pointer.
 _SHARED = 2**16  # Bytes of shared memory per block.
 
 
 class Machine:
-  """Runs blocks of one warpgroup in lockstep.
+  """Runs the blocks of a kernel in lockstep.
 
   Args:
     ptx: text of one kernel.
@@ -51,13 +51,14 @@ class Machine:
     count = len(re.findall(r"^\s*\.param", ptx, re.MULTILINE))
     if count != len(arrays):
       raise ValueError(f"ptx_machine: {count} parameters, got {len(arrays)}")
+    [size] = map(int, _SIZE.findall(ptx))
     blocks = math.prod(grid)
-    threads = np.arange(blocks * _THREADS, dtype=np.uint32)
-    block = threads // _THREADS
+    threads = np.arange(blocks * size, dtype=np.uint32)
+    block = threads // size
     self._registers: dict[str, np.ndarray] = {
-      "%tid.x": threads % _THREADS,
+      "%tid.x": threads % size,
       "%ctaid.x": block % grid[0],
-      "%ntid.x": threads * 0 + _THREADS,
+      "%ntid.x": threads * 0 + size,
     }
     self._shared = np.zeros(blocks * _SHARED, np.uint8)
     self._first_shared = block.astype(np.int64) * _SHARED

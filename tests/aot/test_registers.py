@@ -16,8 +16,9 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from benchmarks import aot
-from coat_jax.pallas.mosaic import leaf_step, square_means
+from coat_jax.pallas.mosaic import fp8, leaf_step, square_means
 from tests.aot.ptx_machine import Machine
+from tests.aot.test_activation import assert_no_spills
 from tests.pallas.mosaic import test_adam, test_factored, test_lion
 from tests.pallas.mosaic.test_adam import CODECS
 
@@ -110,6 +111,39 @@ def test_adam_matches_its_definition(on_machine, name, dtype):
   _, (other, total, apart) = test_adam.compare(codec, 1, args, interpret=False)
   assert other <= 1e-3 * total
   assert np.mean(apart != 0) <= 1e-3 and np.max(apart) <= 1
+
+
+@pytest.mark.parametrize(
+  "name, dtype, warpgroups",
+  [
+    ("coat", jnp.bfloat16, 1),
+    ("coat", jnp.float32, 4),
+    ("coat_e8m0", jnp.bfloat16, 4),
+    ("log8", jnp.float32, 4),
+  ],
+)
+def test_adam_with_tables_and_turns_matches_its_definition(
+  on_machine, monkeypatch, name, dtype, warpgroups
+):
+  monkeypatch.setattr(fp8, "_LOOKS_UP_SECOND", True)
+  # Each warpgroup takes 64 / (4 x 4) = 4 turns.
+  monkeypatch.setattr(leaf_step, "_WARPGROUPS", warpgroups)
+  monkeypatch.setattr(leaf_step.device, "multiprocessors", lambda: 4)
+  test_adam_matches_its_definition(None, name, dtype)
+
+
+@pytest.mark.parametrize("name", ["coat", "log8"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_six_warpgroups_do_not_spill(monkeypatch, tmp_path, name, dtype):
+  monkeypatch.setattr(leaf_step, "_WARPGROUPS", 6)
+  codec = CODECS[name]
+  args = *test_adam.problem(codec, dtype), *test_adam.numbers(1)
+  assert_no_spills(
+    lambda *args: test_adam.by_kernel(codec, *args, interpret=False),
+    *jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args),
+    folder=tmp_path / "step",
+    count=1,
+  )
 
 
 @pytest.mark.parametrize("shape", [(400, 384), (2, 64, 2, 128)])

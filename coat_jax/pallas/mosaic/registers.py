@@ -193,3 +193,19 @@ class Instructions:
     lower = jnp.exp2(root * (jnp.log2(j) - 3))
     gap = jnp.exp2(root * (jnp.log2(j + 1) - 3)) - lower
     return lower - gap, gap, jnp.exp2(root * (top - e)) * spread(scale)
+
+  def decoded(self, codes: Array, root: Array) -> Array:
+    """Returns (y / 448)^root for E4M3 codes of numbers y >= 0.
+
+    On a GPU, lanes look up powers, as in `powers`. `codes` is a uint8 tile of
+    codes below 0x7F, and `root` is f32 [ROWS].
+    """
+    top = 7 + math.log2(qmax(E4M3))
+    if not self.interpret:
+      return ptx.decoded(codes, root, top)
+    code = codes.astype(jnp.int32)
+    j = (code & 7) + jnp.where(code < 8, 0, 8)
+    e = jnp.maximum(code >> 3, 1).astype(jnp.float32)
+    root = spread(root)
+    power = jnp.exp2(root * (jnp.log2(j.astype(jnp.float32)) - 3))
+    return power * jnp.exp2(root * (e - top))
