@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import jax
 
 from benchmarks.aot import CompilerMissing
+from train.command_line import quiet_if_unread
 from train.run.exits import describe_shortage
 
 _LARGEST = 2**20
@@ -40,13 +41,15 @@ def command[Result](
   """Wraps `main` to print a message instead of a traceback for two errors.
 
   The command exits with status 1 if memory runs out, and with status 2 if XLA's
-  compiler for CUDA or nvdisasm is needed but not installed.
+  compiler for CUDA or nvdisasm is needed but not installed. It prints no error
+  if the reader of its rows has ended.
   """
 
   @functools.wraps(main)
   def run(arguments: list[str] | None = None) -> Result:
     try:
-      return main(arguments)
+      with quiet_if_unread():
+        return main(arguments)
     except CompilerMissing as error:
       print(f"error: {error}", file=sys.stderr)
       sys.exit(2)

@@ -9,6 +9,7 @@ without the box that tyro draws around errors.
 import contextlib
 import inspect
 import io
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,7 +40,7 @@ def read_options(
   description: str | None = None,
 ) -> Any:
   """Reads the options of `python -m train.COMMAND` into a dataclass."""
-  with plain_errors():
+  with quiet_if_unread(), plain_errors():
     return tyro.cli(
       kind,
       args=words,
@@ -75,6 +76,23 @@ def error_line(error: BaseException | None, part: str = "") -> str:
   if part:
     text = f"{part}: {text}"
   return f"error: {text}"
+
+
+@contextlib.contextmanager
+def quiet_if_unread() -> Iterator[None]:
+  """Exits with status 1 and no message if standard output's reader has ended.
+
+  For example, `head` ends after it has read a few lines.
+  """
+  try:
+    try:
+      yield
+    finally:
+      sys.stdout.flush()
+  except BrokenPipeError:
+    # Python flushes standard output when it exits, which would fail again.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(1)
 
 
 @contextlib.contextmanager

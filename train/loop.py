@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import jax
 
 from train import pretrained, step
-from train.command_line import check_compare, plain_errors
+from train.command_line import check_compare, plain_errors, quiet_if_unread
 from train.config import TrainConfig
 from train.mesh import batch_sharding, make_mesh
 from train.objective import trained
@@ -73,7 +73,8 @@ def run_command[Config: TrainConfig](
             with stop_on_failure():
               train(each, data, signals, opened)
         if processes.is_primary():
-          compare.finish(runs)
+          with quiet_if_unread():
+            compare.finish(runs)
     except Stop as stop:
       say(str(stop), process=stop.process)
       return stop.status

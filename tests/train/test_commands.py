@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Running a module that is not a command is an error with a remedy."""
+"""Modules that are not commands name those that are; closed pipes are quiet."""
 
+import os
 import subprocess
 import sys
 
@@ -63,3 +64,32 @@ def test_python_prints_the_error():
   assert run("-c", "import train.options") == (0, "")
   status, text = run("-m", "train.data.digits", "--help")
   assert status == 0 and "python -m train.data.digits" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "line",
+  [
+    "train.pretrain --help",
+    "train.data.digits --help",
+    "train.plan demo",
+    "benchmarks.layer --help",
+    "benchmarks.memory residuals --preset demo",
+  ],
+)
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_closed_pipe_ends_a_command_quietly(line, unbuffered):
+  reader, writer = os.pipe()
+  os.close(reader)
+  try:
+    done = subprocess.run(
+      [sys.executable, "-m", *line.split()],
+      cwd=ROOT,
+      stdout=writer,
+      stderr=subprocess.PIPE,
+      text=True,
+      env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+    )
+  finally:
+    os.close(writer)
+  assert (done.returncode, done.stderr) in [(0, ""), (1, "")]

@@ -64,8 +64,8 @@ def finish(runs: Sequence[TrainConfig]) -> None:
     )
     result["residuals"] = residuals["total"]
     results.append(result)
-  print(_table(names, results, last))
   plot.draw(dict(zip(names, read, strict=True)), folders[0].plot)
+  print(_table(names, results, last))
   print(f"\nloss curves: {folders[0].plot}")
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import jax
 
-from train.command_line import error_line
+from train.command_line import error_line, quiet_if_unread
 from train.run import processes
 from train.run.signals import SIGNALS, Signals
 from train.run.writing import SaveError
@@ -122,7 +122,8 @@ def exit_status(command: Callable[[], object], *, smaller: str = "") -> int:
   `smaller` tells the user how to use less memory.
   """
   try:
-    command()
+    with quiet_if_unread():
+      command()
   except Stop as stop:
     print(stop, file=sys.stderr)
     return stop.status
