@@ -243,6 +243,7 @@ def activation_bwd_operands(
     + [row_ptx.scratch(height)] * (len(parts) + 1),
     interpret=interpret,
     name="activation_bwd_operands",
+    prefetch=functools.partial(_prefetch, count=len(parts), height=height),
   )
   assert in_rows is not None
   if sums is not None:
@@ -278,6 +279,16 @@ def _load_magnitudes(dtype, scale_gmem, layout) -> Array:
   """Returns the largest magnitudes that groups with these scales may have."""
   scale = plgpu.load(scale_gmem, layout=layout, optimized=False)
   return scale.astype(jnp.float32) * qmax(dtype)
+
+
+def _prefetch(index, dy_gmem, factor_gmem, *refs, count, height) -> None:
+  """Prefetches what `_bwd_kernel` reads of dy and of x's codes and scales."""
+  del factor_gmem
+  row, column = tiles.place_of(dy_gmem.shape, height, index)
+  for ref in (dy_gmem, *refs[: 2 * count]):
+    size = dy_gmem.shape[1] // ref.shape[1]  # Values per code or scale.
+    part = pl.ds(lax.div(column.start, jnp.int32(size)), COLUMNS // size)
+    tiles.fetch_ahead(ref, (row, part))
 
 
 def _bwd_kernel(

@@ -24,6 +24,10 @@ _MAX_ACROSS = 65535  # The largest size of the grid's axis "across".
 LOW, HIGH = 32, 64  # Tile heights.
 _WARPGROUPS = 4  # See `run`.
 
+# Whether warpgroups that take turns prefetch their next tile into L2. Not yet
+# timed.
+_PREFETCHES = False
+
 
 def why_not(shape: tuple[int, ...]) -> str | None:
   """Returns why a matrix of this shape cannot be cut into tiles, or None."""
@@ -199,6 +203,17 @@ def known_rows(m: int, height: int, last: Array) -> Array | None:
   return jnp.maximum((last + 1) * height - m, 0) if m % height else None
 
 
+def fetch_ahead(ref, place) -> None:
+  """Fetches a part of a matrix into L2.
+
+  The instruction needs rows of a multiple of 16 bytes, in the matrix and in the
+  part. Other parts are left out.
+  """
+  sizes = ref.shape[1], place[1].size
+  if all(size * ref.dtype.itemsize % 16 == 0 for size in sizes):
+    plgpu.async_prefetch(ref.at[place])
+
+
 def run(
   kernel: Callable[..., None],
   inputs: Sequence[Array | None],
@@ -208,12 +223,14 @@ def run(
   scratch: Sequence,
   interpret: bool,
   name: str,
+  prefetch: Callable[..., None] | None = None,
 ) -> list:
   """Runs `kernel(index, *refs)` for all tiles of a grid, like `rows.run`.
 
   Each multiprocessor runs one program of four warpgroups, so the compiler gives
   a thread at most 128 registers. Use this function for kernels that would
   otherwise take more. Each warpgroup computes one tile after another.
+  `prefetch(index, *refs)` prefetches the parts that a tile reads.
   """
   across, down = grid
   programs = 2 if interpret else device.multiprocessors()
@@ -226,9 +243,15 @@ def run(
     worker = warpgroup * programs + lax.axis_index("program")
     own = [ref.at[warpgroup] for ref in shared]
 
+    def index_of(number):
+      return lax.div(number, jnp.int32(down)), lax.rem(number, jnp.int32(down))
+
     def compute(i, _):
       number = worker + i * workers
-      index = lax.div(number, jnp.int32(down)), lax.rem(number, jnp.int32(down))
+      index = index_of(number)
+      if _PREFETCHES and prefetch is not None and not interpret:
+        following = jnp.minimum(number + workers, across * down - 1)
+        prefetch(index_of(following), *refs)
       kernel(index, *refs, *own)
       barrier(interpret)  # The next tile reuses the shared memory.
 
