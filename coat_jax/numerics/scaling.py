@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from coat_jax.numerics.formats import E4M3, E5M2, saturating_cast
+from coat_jax.numerics.formats import E4M3, E5M2, as_format, saturating_cast
 from coat_jax.numerics.qtensor import (
   QTensor,
   amax_to_scale,
@@ -105,6 +105,9 @@ class Scaling(abc.ABC):
       column layout.
     saves_scale: whether a layer saves its weight's scale for the backward pass.
       Otherwise the backward pass recomputes the scale.
+
+  Raises:
+    ValueError: the format is not defined in `coat_jax.numerics.formats`.
   """
 
   dtype: DTypeLike = E4M3
@@ -113,6 +116,10 @@ class Scaling(abc.ABC):
   description: ClassVar[str] = "scales of a custom scaling"
   saves_rows: ClassVar[bool] = False
   saves_scale: ClassVar[bool] = True
+
+  def __post_init__(self):
+    # Convert a name to a dtype, so that equal scalings compare equal.
+    object.__setattr__(self, "dtype", as_format(self.dtype))
 
   def find_scale(self, x: Array) -> Scales | None:
     """Returns the scale of x; None if rows and columns have separate scales."""

@@ -239,6 +239,18 @@ def test_formats_without_range_to_spare_get_the_exact_scale():
   assert_codes_stand_for(dx, want)
 
 
+@pytest.mark.parametrize("dtype", ["float8_e5m2", np.dtype("float8_e5m2")])
+def test_scale_does_not_depend_on_how_a_format_is_spelled(dtype):
+  x, _ = in_groups((ROWS, 64), 1)
+  dy = gradient((ROWS, 64))
+  how = dict(activation="silu", scale=jnp.float32(1))
+  want, *_ = ops.activation_bwd_operands(dy, (x,), **how)
+  dx, *_ = ops.activation_bwd_operands(
+    dy, (x,), gradient=PerTensor(dtype), **how
+  )
+  assert dx.scale == want.scale
+
+
 def test_activations_match_float64_on_degenerate_groups():
   names = sorted(cases.finite_groups(1))
   x, values = degenerate(names)
