@@ -276,8 +276,10 @@ def _coat_on_mesh(layer: Layer) -> float:
     #     qkv's input
     last = layer.grad_value * every + weights["qkv"]
     return max(mlp, last + 3.5 * unit + layer.key)
-  # The peak has two gradients that are not summed over GPUs yet, the GPU's
-  # shards of three summed gradients, and operands of the gradients' matmuls.
+  # The peak has two gradients before they are summed over GPUs, and the GPU's
+  # shards of the sums of all gradients except gate_up's. One gradient is in
+  # memory both before and after it is summed. The peak also has operands of the
+  # gradients' matmuls.
   whole, operands = gate_up + weights["qkv"], 2 * inner
   if layer.experts:
     whole, operands = gate_up + weights["down"], 4 * inner + layer.rows
