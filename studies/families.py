@@ -159,9 +159,10 @@ def _run(config: Any, recipe: CoatRecipe, weights: Any):
 
 def _run_tower(config: Any, recipe: CoatRecipe, weights: Any):
   """Computes hidden states, and gradients for a random output gradient."""
-  # The pool does not affect hidden states.
+  # The pool does not affect hidden states, so leave out its weights. CLIP's
+  # pool has none.
   weights = {name: x for name, x in weights.items() if name != "pool"}
-  config = dataclasses.replace(config, has_pool=config.family == "clip_vision")
+  config = dataclasses.replace(config, has_pool=config.choices.pool is None)
   graph = nnx.split(_model(config, recipe), nnx.Param)[0]
   rng = np.random.default_rng(1)
   images = rng.normal(size=(4, 3, 112, 112)).astype(np.float32)
