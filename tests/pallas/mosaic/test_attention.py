@@ -56,6 +56,7 @@ def named(implementation):
   return lambda op: functools.partial(op, implementation=implementation)
 
 
+@functools.partial(jax.jit, static_argnames="kind")
 def oracle(q, k, v, dout, kind, mask):
   """Computes gradients in f32 by autodiff through all scores."""
   scale = kind.scale or q.shape[-1] ** -0.5
