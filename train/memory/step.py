@@ -193,8 +193,12 @@ def _plan_decoder(
     itemsize = jnp.dtype(config.grad_accumulate).itemsize
     summed = weights * max(1, itemsize / value)
   of_layers, of_all = value * layers / layer.fsdp, weights
+  zeros = 0
   if config.optimizer_in_backward:
     of_layers, of_all = 0, value * _head(layer) / layer.fsdp
+  elif recipe.linear == "bf16" and not layer.is_on_mesh:
+    # XLA allocates zeros for the gradient of a tied embedding before the loss.
+    zeros = F32 * _head(layer) * model.tied_embeddings
 
   def memory(gradients: float, activations: float, temporary: float) -> Memory:
     return Memory(
@@ -202,7 +206,7 @@ def _plan_decoder(
       round(gradients + summed),
       device_bytes(state.optimizer),
       round(activations),
-      round(temporary + cached),
+      round(temporary + cached + zeros),
     )
 
   in_backward = layer_backward(layer) + _head_in_backward(layer)
@@ -249,10 +253,9 @@ def _embedding_bytes(layer: Layer) -> float:
       total += layer.grad_value * layer.unsummed_last
   elif not layer.optimizer_in_backward:
     # If the embedding is tied to the output weights, the gradient from the loss
-    # is in memory too. With BF16 layers, XLA also allocates zeros of this size.
+    # is in memory too.
     model: Any = layer.model
-    count = 2 if layer.recipe.linear == "bf16" else 1
-    total += F32 * count * head * model.tied_embeddings
+    total += F32 * head * model.tied_embeddings
   return total
 
 
@@ -263,11 +266,9 @@ def _head_in_backward(layer: Layer) -> float:
   model: Any = layer.model
   if not layer.optimizer_in_backward:
     if layer.recipe.linear == "bf16" and layer.is_recomputed:
-      # Before XLA differentiates the layers, it allocates zeros for the
-      # embedding's gradient. On a mesh, they are in BF16. On one GPU, it
-      # allocates zeros in BF16 and in f32, but only if the embedding is tied.
-      alone = (BF16 + F32) * model.tied_embeddings
-      summed += (BF16 if layer.is_on_mesh else alone) * head
+      # Before XLA differentiates the layers, it allocates BF16 zeros for the
+      # embedding's gradient. On one GPU, only a tied embedding has them.
+      summed += BF16 * head * (layer.is_on_mesh or model.tied_embeddings)
     return summed
   # The optimizer has already updated untied output weights, and their gradient
   # is freed. The gradient of tied weights is still needed, because the gradient
