@@ -162,6 +162,8 @@ def layer_backward(layer: Layer) -> float:
     return _coat_backward(layer)
   is_bf16 = layer.recipe.linear == "bf16"
   backward = _bf16_backward if is_bf16 else _fp8_linear_backward
+  if layer.expert > 1:
+    backward = _distributed_backward
   if not layer.is_recomputed:
     return backward(layer)
   if is_bf16 and layer.expert == 1:
@@ -224,6 +226,19 @@ def _bf16_recomputed(layer: Layer) -> float:
   if not is_gated:  # GPT-2's biases and LayerNorms need further arrays.
     attention += 4 * unit
   return max(mlp, attention) + BF16 * (weights["qkv"] + weights["out"])
+
+
+def _distributed_backward(layer: Layer) -> float:
+  """Counts a layer's bytes if experts that compute in BF16 are distributed."""
+  # The peak is in the MLP. The layer saves nothing for the copies of tokens, so
+  # the peak has, in BF16:
+  #   gate, up and product, and their gradients
+  #   the gathered weight gate_up
+  #   two arrays as large as the residual stream
+  # XLA puts copies that GPUs exchange into a memory of their own, and does not
+  # report it as part of the peak.
+  gathered = layer.gathered * layer.weights["gate_up"]
+  return BF16 * (6 * layer.inner + gathered) + 2 * layer.unit
 
 
 def _fp8_linear_backward(layer: Layer) -> float:

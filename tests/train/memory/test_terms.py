@@ -6,10 +6,13 @@ compiled for H200s. docs/rows/plan.jsonl has those without experts and without
 recomputation; `make test-aot` compiles a few of the steps again.
 """
 
+import dataclasses
+
 import pytest
 
+from benchmarks import training_step
 from tests.train.memory.runs import DEMO, DEMO_MOE, LLAMA2_7B, Case
-from train.memory.step import fullest
+from train.memory.step import fullest, plan
 
 
 def of_tokens(case, name):
@@ -108,6 +111,27 @@ def test_bf16_peak_with_few_tokens_is_in_the_mlp():
 )
 def test_plan_with_experts_is_near_the_compiled_peak(gpus, name, compiled):
   memory = fullest(DEMO_MOE.plan(name, gpus))[1]
+  assert memory.total == pytest.approx(compiled, rel=0.04)
+
+
+@pytest.mark.parametrize(
+  "name, mesh, width, compiled",
+  [
+    ("bf16", "expert=4", 192, 667_990_597),
+    ("bf16", "expert=4", 512, 1_189_587_573),
+    ("bf16", "expert=2,fsdp=2", 192, 500_376_273),
+    ("fp8_linear", "expert=4", 192, 628_539_069),
+    ("fp8_linear", "expert=4", 512, 1_181_466_301),
+  ],
+)
+def test_plan_with_distributed_experts_is_near_the_compiled_peak(
+  name, mesh, width, compiled
+):
+  config = training_step.configure(
+    "demo_moe", name, batch=64, seq=256, mesh=mesh
+  )
+  model = dataclasses.replace(config.model, d_ff=width)
+  memory = fullest(plan(dataclasses.replace(config, model=model)))[1]
   assert memory.total == pytest.approx(compiled, rel=0.04)
 
 
