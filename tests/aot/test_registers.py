@@ -126,7 +126,7 @@ def test_adam_with_tables_and_turns_matches_its_definition(
   on_machine, monkeypatch, name, dtype, warpgroups
 ):
   monkeypatch.setattr(fp8, "_LOOKS_UP_SECOND", True)
-  # Each warpgroup takes 64 / (4 x 4) = 4 turns.
+  # Each of four warpgroups takes 64 / (4 x 4) = 4 turns.
   monkeypatch.setattr(leaf_step, "_WARPGROUPS", warpgroups)
   monkeypatch.setattr(leaf_step.device, "multiprocessors", lambda: 4)
   test_adam_matches_its_definition(None, name, dtype)

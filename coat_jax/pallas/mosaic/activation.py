@@ -281,14 +281,16 @@ def _load_magnitudes(dtype, scale_gmem, layout) -> Array:
   return scale.astype(jnp.float32) * qmax(dtype)
 
 
-def _prefetch(index, dy_gmem, factor_gmem, *refs, count, height) -> None:
-  """Prefetches what `_bwd_kernel` reads of dy and of x's codes and scales."""
+def _prefetch(
+  predicate, index, dy_gmem, factor_gmem, *refs, count, height
+) -> None:
+  """Fetches what `_bwd_kernel` reads of dy and of x's codes and scales."""
   del factor_gmem
   row, column = tiles.place_of(dy_gmem.shape, height, index)
   for ref in (dy_gmem, *refs[: 2 * count]):
     size = dy_gmem.shape[1] // ref.shape[1]  # Values per code or scale.
     part = pl.ds(lax.div(column.start, jnp.int32(size)), COLUMNS // size)
-    tiles.fetch_ahead(ref, (row, part))
+    tiles.fetch_ahead(ref, (row, part), predicate)
 
 
 def _bwd_kernel(

@@ -44,10 +44,10 @@ from coat_jax.pallas.mosaic.registers import (
   spread,
 )
 
-# Whether to decode the second moment with tables, too. This takes two shuffles
-# per value in place of a logarithm and an exponential. Per value of `coat`,
-# special functions then need 87 clocks of their pipe in place of 105, and 1.7
-# more instructions are issued. Not yet timed.
+# Whether to decode E4M3 codes of the second moment with tables. This takes two
+# shuffles per value instead of a logarithm and an exponential. Per value of
+# `coat`, special functions then keep their pipe busy for 87 clocks instead of
+# 105, and 1.7 more instructions are issued. Not yet timed.
 _LOOKS_UP_SECOND = False
 
 

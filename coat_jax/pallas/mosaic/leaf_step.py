@@ -35,11 +35,11 @@ from coat_jax.pallas.mosaic.registers import Instructions
 GroupCodecs = tuple[GroupCodec, ...]
 
 # Number of warpgroups in a program (thread block). If it is 1, there is one
-# program per tile. Otherwise, there is one program per multiprocessor, and each
-# warpgroup processes one tile after another. The compiler then divides the
-# registers of a multiprocessor among the warpgroups: with 6, `coat` gets 80 per
-# thread in place of 117 (f32) or 127 (bf16), still without spills, so that 24
-# warps hide the latency of memory in place of 16. Not yet timed.
+# program per tile. Otherwise, there is at most one program per multiprocessor,
+# and each warpgroup processes one tile after another. The compiler then divides
+# the registers of a multiprocessor among the warpgroups. With 6, `coat` gets 80
+# registers per thread instead of 117 (f32) or 127 (BF16) and still does not
+# spill, so 24 warps instead of 16 hide the latency of memory. Not yet timed.
 _WARPGROUPS = 1
 
 
@@ -169,12 +169,11 @@ def _step(scalars, place, g, p, stored, read, *, work: _Work):
     _kernel, work=work, shape=codes.shape, treedef=treedef
   )
   update = plgpu.kernel(
-    functools.partial(_all_tiles, kernel, work=work),
+    functools.partial(_own_tiles, kernel, work=work),
     out_type=jax.ShapeDtypeStruct(view(g).shape, g.dtype) if p is None else (),
     grid=(_programs(g.size // (GROUP_SIZE * ROWS), work),),
     grid_names=("program",),
-    num_threads=work.warpgroups,
-    thread_name="warpgroup",
+    **_threads(work),
     compiler_params=plgpu.CompilerParams(
       # Exact division, exp2 and log2 would take ten times as long.
       approx_math=True,
@@ -199,7 +198,14 @@ def _programs(tiles: int, work: _Work) -> int:
   return min(tiles, 2 if work.interpret else device.multiprocessors())
 
 
-def _all_tiles(kernel, scalars_gmem, place_gmem, g_gmem, *gmem, work: _Work):
+def _threads(work: _Work) -> dict[str, Any]:
+  # With these options, Mosaic adds a barrier.
+  if work.warpgroups == 1:
+    return {}
+  return dict(num_threads=work.warpgroups, thread_name="warpgroup")
+
+
+def _own_tiles(kernel, scalars_gmem, place_gmem, g_gmem, *gmem, work: _Work):
   """Computes this warpgroup's tiles; see `_WARPGROUPS`."""
   refs = scalars_gmem, place_gmem, g_gmem, *gmem
   program, tiles = lax.axis_index("program"), g_gmem.shape[0] // ROWS

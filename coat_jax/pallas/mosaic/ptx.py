@@ -226,28 +226,29 @@ def powers(significand, exponent, root, scale, top: float):
 def decoded(codes: Array, root: Array, top: float) -> Array:
   """Computes `Instructions.decoded`; lane j of 16 holds each table's entry j.
 
-  Splits four codes at a time into J and e, as described in `fp8`.
+  Splits four codes at a time into J and e, as `Instructions.powers` defines.
   """
 
   @plgpu.inline_mgpu(
     arg_types=(LAYOUT, GROUP_LAYOUT), return_type=_type(TILE, jnp.float32)
   )
   def apply(_, codes, root):
-    j, a = _entry(), _group_scalar(root)
-    power = _power_of_eighths(j, a)
-    e = arith.subf(arith.maximumf(j, _number(1.0)), _number(top))
-    unit = _exp2(arith.mulf(a, e))
+    entry, a = _entry(), _group_scalar(root)
+    powers = _power_of_eighths(entry, a)
+    exponents = arith.subf(arith.maximumf(entry, _number(1.0)), _number(top))
+    units = _exp2(arith.mulf(a, exponents))
 
     def of_word(word):
       # The sum carries into the highest bit of a byte if e > 0; then J is the
       # lowest three bits plus 8.
-      e = arith.andi(word, emit.i32(0x78787878))
-      normal = arith.shrui(arith.addi(e, emit.i32(0x78787878)), emit.i32(4))
-      j = arith.ori(word, arith.andi(normal, emit.i32(0x08080808)))
+      eight_e = arith.andi(word, emit.i32(0x78787878))
+      carry = arith.addi(eight_e, emit.i32(0x78787878))
+      eight = arith.andi(arith.shrui(carry, emit.i32(4)), emit.i32(0x08080808))
+      j = arith.ori(word, eight)
       return [
         arith.mulf(
-          _looked_up(power, arith.shrui(j, emit.i32(8 * i))),
-          _looked_up(unit, arith.shrui(word, emit.i32(8 * i + 3))),
+          _looked_up(powers, arith.shrui(j, emit.i32(8 * i))),
+          _looked_up(units, arith.shrui(word, emit.i32(8 * i + 3))),
         )
         for i in range(4)
       ]

@@ -198,7 +198,8 @@ class Instructions:
     """Returns (y / 448)^root for E4M3 codes of numbers y >= 0.
 
     On a GPU, lanes look up powers, as in `powers`. `codes` is a uint8 tile of
-    codes below 0x7F, and `root` is f32 [ROWS].
+    codes below 0x7F, and `root` is f32 [ROWS]. Results below 2^-113 may become
+    zero.
     """
     top = 7 + math.log2(qmax(E4M3))
     if not self.interpret:

@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from coat_jax.numerics.scaling import Layout
+from coat_jax.ops.capability import HOPPER, why_not_before
 from coat_jax.pallas.mosaic import device, row_ptx, rows
 from coat_jax.pallas.mosaic.row_ptx import COLUMNS
 
@@ -203,15 +204,16 @@ def known_rows(m: int, height: int, last: Array) -> Array | None:
   return jnp.maximum((last + 1) * height - m, 0) if m % height else None
 
 
-def fetch_ahead(ref, place) -> None:
-  """Fetches a part of a matrix into L2.
+def fetch_ahead(ref, place, predicate: Array) -> None:
+  """Fetches a part of a matrix into L2 if the predicate is true.
 
-  The instruction needs rows of a multiple of 16 bytes, in the matrix and in the
-  part. Other parts are left out.
+  Does nothing before Hopper, or if rows of the matrix or of the part are no
+  multiple of 16 bytes, which the instruction requires.
   """
   sizes = ref.shape[1], place[1].size
-  if all(size * ref.dtype.itemsize % 16 == 0 for size in sizes):
-    plgpu.async_prefetch(ref.at[place])
+  is_whole = all(size * ref.dtype.itemsize % 16 == 0 for size in sizes)
+  if is_whole and why_not_before(HOPPER, "a prefetch") is None:
+    plgpu.async_prefetch(ref.at[place], predicate=predicate)
 
 
 def run(
@@ -230,7 +232,8 @@ def run(
   Each multiprocessor runs one program of four warpgroups, so the compiler gives
   a thread at most 128 registers. Use this function for kernels that would
   otherwise take more. Each warpgroup computes one tile after another.
-  `prefetch(index, *refs)` prefetches the parts that a tile reads.
+  If `_PREFETCHES`, `prefetch(predicate, index, *refs)` fetches what a tile will
+  read; its refs have no scratch.
   """
   across, down = grid
   programs = 2 if interpret else device.multiprocessors()
@@ -250,8 +253,8 @@ def run(
       number = worker + i * workers
       index = index_of(number)
       if _PREFETCHES and prefetch is not None and not interpret:
-        following = jnp.minimum(number + workers, across * down - 1)
-        prefetch(index_of(following), *refs)
+        following = number + workers
+        prefetch(following < across * down, index_of(following), *refs)
       kernel(index, *refs, *own)
       barrier(interpret)  # The next tile reuses the shared memory.
 
