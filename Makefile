@@ -87,14 +87,18 @@ define run_tests
 	JAX_COMPILATION_CACHE_DIR="$$cache" \
 	JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
 	JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=0 \
-	$(PYTEST) -m '$(1)' $(ARGS)
+	$(PYTEST) $(2) -m '$(1)' $(ARGS)
 endef
+
+# Checks the types of arguments and results at run time, which takes long enough
+# to leave it to test-all.
+TYPES := --jaxtyping-packages=coat_jax,beartype.beartype
 
 test: $(STAMP)
 	$(call run_tests,not slow and not aot and not tpu and not gpu)
 
 test-all: $(STAMP)
-	$(call run_tests,not aot and not tpu and not gpu)
+	$(call run_tests,not aot and not tpu and not gpu,$(TYPES))
 
 test-aot: $(COMPILER_STAMP)
 	PYTHONPATH="$(CURDIR)/$(COMPILER)$${PYTHONPATH:+:$$PYTHONPATH}" \

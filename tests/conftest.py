@@ -20,9 +20,6 @@ import jax
 import pytest
 
 from benchmarks import aot
-from tests import type_checks
-
-type_checks.install()
 
 # By default, most of the tests' time is spent compiling. These flags save three
 # quarters of that: fused loops are compiled by XLA's older emitter, and by LLVM

@@ -71,7 +71,6 @@ def test_python_prints_the_error():
   "line",
   [
     "train.pretrain --help",
-    "train.data.digits --help",
     "train.plan demo",
     "benchmarks.layer --help",
     "benchmarks.memory residuals --preset demo",

@@ -15,12 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import tyro
 from PIL import Image
 from tyro.conf import Positional
 
 from coat_jax.models.hf.whole import check_free, written_whole
-from train.command_line import read_options
-from train.run.exits import exit_status
 
 _HELD_OUT = 5
 
@@ -35,8 +34,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     return folder
 
-  folder = read_options(read, "data.digits", arguments)
-  return exit_status(lambda: print(f"{folder}: {write_digits(folder)} images"))
+  folder = tyro.cli(read, args=arguments, prog="python -m train.data.digits")
+  try:
+    count = write_digits(folder)
+  except (ValueError, OSError) as error:
+    print(f"error: {error}", file=sys.stderr)
+    return 2
+  print(f"{folder}: {count} images")
+  return 0
 
 
 def write_digits(folder: Path) -> int:
