@@ -35,12 +35,10 @@ import sys
 import tempfile
 import threading
 import time
-import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
-from jax._src import compiler
 
 import tests.conftest  # noqa: F401, sets how programs are compiled
 from tests.attacks.equality import Lost, check_runs
@@ -74,7 +72,6 @@ def train(name, out, flags, count, index, address, log) -> None:
       "JAX_NUM_PROCESSES": str(count),
       "JAX_PROCESS_ID": str(index),
     }
-    _cache_programs()
     flags = ["--distributed", *flags]
     options = {**options, "mesh": f"fsdp={count}"}
   folder = Path(out).with_name(name)
@@ -216,16 +213,6 @@ def attack(context, out: Path, expected: Reference, rng, kills):
   _check_start(attempt)
   check_runs(out, expected.out)
   return done
-
-
-def _cache_programs() -> None:
-  """Lets this process write its programs to the cache.
-
-  On CPUs, each process looks for programs under its own keys, but JAX lets only
-  the first process write. So all others would compile again at every start.
-  """
-  first = types.SimpleNamespace(process_id=0, client=None)
-  compiler.distributed = types.SimpleNamespace(global_state=first)
 
 
 def _inode(file: Path) -> int | None:
