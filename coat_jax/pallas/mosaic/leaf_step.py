@@ -24,6 +24,7 @@ from coat_jax.pallas.mosaic import (
   factors,
   moment_codecs,
   registers,
+  tiles,
   weights,
   words,
 )
@@ -192,10 +193,11 @@ def _step(scalars, place, g, p, stored, read, *, work: _Work):
   return update.reshape(g.shape) if p is None else p, stored
 
 
-def _programs(tiles: int, work: _Work) -> int:
+def _programs(count: int, work: _Work) -> int:
+  """Returns the number of programs that compute `count` tiles."""
   if work.warpgroups == 1:
-    return tiles
-  return min(tiles, 2 if work.interpret else device.multiprocessors())
+    return count
+  return min(count, 2 if work.interpret else device.multiprocessors())
 
 
 def _threads(work: _Work) -> dict[str, Any]:
@@ -208,16 +210,15 @@ def _threads(work: _Work) -> dict[str, Any]:
 def _own_tiles(kernel, scalars_gmem, place_gmem, g_gmem, *gmem, work: _Work):
   """Computes this warpgroup's tiles; see `_WARPGROUPS`."""
   refs = scalars_gmem, place_gmem, g_gmem, *gmem
-  program, tiles = lax.axis_index("program"), g_gmem.shape[0] // ROWS
+  count = g_gmem.shape[0] // ROWS
   if work.warpgroups == 1:
-    kernel(program, *refs)
+    kernel(lax.axis_index("program"), *refs)
     return
-  programs = _programs(tiles, work)
-  workers = programs * work.warpgroups
-  worker = lax.axis_index("warpgroup") * programs + program
-  count = lax.div(tiles - worker + workers - 1, jnp.int32(workers))
-  lax.fori_loop(
-    0, count, lambda i, _: kernel(worker + i * workers, *refs), None
+  tiles.take_turns(
+    lambda tile, _: kernel(tile, *refs),
+    count,
+    _programs(count, work),
+    work.warpgroups,
   )
 
 

@@ -205,7 +205,7 @@ class Instructions:
     if not self.interpret:
       return ptx.decoded(codes, root, top)
     code = codes.astype(jnp.int32)
-    j = (code & 7) + jnp.where(code < 8, 0, 8)
+    j = (code | jnp.minimum(code, 8)) & 15
     e = jnp.maximum(code >> 3, 1).astype(jnp.float32)
     root = spread(root)
     power = jnp.exp2(root * (jnp.log2(j.astype(jnp.float32)) - 3))

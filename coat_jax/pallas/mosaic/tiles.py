@@ -216,6 +216,27 @@ def fetch_ahead(ref, place, predicate: Array) -> None:
     plgpu.async_prefetch(ref.at[place], predicate=predicate)
 
 
+def take_turns(
+  compute: Callable[[Array, Array], None],
+  total: int,
+  programs: int,
+  warpgroups: int,
+) -> None:
+  """Calls `compute(number, next number)` for each tile of this warpgroup.
+
+  The kernel's axes must be "program" and "warpgroup".
+  """
+  workers = programs * warpgroups
+  worker = lax.axis_index("warpgroup") * programs + lax.axis_index("program")
+
+  def turn(i, _):
+    number = worker + i * workers
+    compute(number, number + workers)
+
+  count = lax.div(total - worker + workers - 1, jnp.int32(workers))
+  lax.fori_loop(0, count, turn, None)
+
+
 def run(
   kernel: Callable[..., None],
   inputs: Sequence[Array | None],
@@ -238,28 +259,21 @@ def run(
   across, down = grid
   programs = 2 if interpret else device.multiprocessors()
   programs = min(across * down, programs)
-  workers = programs * _WARPGROUPS
 
   def body(*refs):
     refs, shared = refs[: -len(scratch)], refs[-len(scratch) :]
-    warpgroup = lax.axis_index("warpgroup")
-    worker = warpgroup * programs + lax.axis_index("program")
-    own = [ref.at[warpgroup] for ref in shared]
+    own = [ref.at[lax.axis_index("warpgroup")] for ref in shared]
 
     def index_of(number):
       return lax.div(number, jnp.int32(down)), lax.rem(number, jnp.int32(down))
 
-    def compute(i, _):
-      number = worker + i * workers
-      index = index_of(number)
+    def compute(number, following):
       if _PREFETCHES and prefetch is not None and not interpret:
-        following = number + workers
         prefetch(following < across * down, index_of(following), *refs)
-      kernel(index, *refs, *own)
+      kernel(index_of(number), *refs, *own)
       barrier(interpret)  # The next tile reuses the shared memory.
 
-    count = lax.div(across * down - worker + workers - 1, jnp.int32(workers))
-    lax.fori_loop(0, count, compute, None)
+    take_turns(compute, across * down, programs, _WARPGROUPS)
 
   return rows.start(
     body,
