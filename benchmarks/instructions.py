@@ -8,9 +8,11 @@
 DIR must contain nvdisasm, NVIDIA's disassembler, from the wheel
 nvidia-cuda-nvdisasm or from a CUDA toolkit. Each fused step is compiled for an
 H200 (`benchmarks.aot`) and disassembled. A thread of the kernel processes 8
-values. The kernel has no loops and no branches, so each instruction in the
-listing is executed once. Codecs with a factored second moment are left out,
-because their step has two kernels.
+values of a tile. If warpgroups take turns (`pallas.mosaic.turns`), the counts
+are those of a turn, without the start of the program. One of four warps also
+starts the copies for the next turn, so these instructions count a quarter.
+Codecs with a factored second moment are left out, because their step has two
+kernels.
 
 The command prints a JSON row, `optimizer.instructions`, for each combination of
 codec, rounding and weight format:
@@ -19,8 +21,8 @@ codec, rounding and weight format:
   by_kind       number of instructions per value, for each kind in `KINDS`
   hash          number of instructions per value that compute random words
   registers     number of registers per thread
-  programs      number of programs (thread blocks) that fit on a multiprocessor
-                with this number of registers per thread
+  warps         number of warps that fit on a multiprocessor with this number of
+                registers per thread
   clocks        number of clocks that each pipe needs to process one value per
                 thread of a warp; `issue` is the number of clocks needed to
                 issue the instructions. The largest number is a lower bound on
@@ -49,7 +51,7 @@ from coat_jax.optimizer.step import is_factored
 from coat_jax.pallas.mosaic import words
 
 VALUES = 8  # Number of values per thread; see `pallas.mosaic.registers`.
-SHAPE = (64, 1024)
+SHAPE = (2048, 1024)
 
 # Maps each kind of instruction to (clocks, opcode prefixes). A quarter of a
 # multiprocessor needs this number of clocks to execute one instruction of a
@@ -72,7 +74,11 @@ KINDS = {
   "other": (1, ("",)),
 }
 _LINE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P[0-9T]+\s+)?([A-Z][\w.]*)")
-_REGISTERS_OF_SM, _WARPS_OF_PROGRAM = 65536, 4
+_LABEL = re.compile(r"(\.L_x_\d+):")
+_BRANCH = re.compile(r"\bBRA\b.*`\((\.L_x_\d+)\)")
+_REGISTERS_OF_SM = 65536
+# The share of warps that execute instructions that a branch skips.
+_SHARE = 0.25
 
 
 class DisassemblerMissing(aot.CompilerMissing):
@@ -92,11 +98,34 @@ def disassembler() -> Path:
 
 
 def opcodes(listing: str) -> collections.Counter[str]:
-  """Counts the instructions in nvdisasm's listing, by opcode."""
-  executed = listing.split("EXIT")[0]  # Only padding follows EXIT.
-  found = collections.Counter(_LINE.findall(executed))
-  del found["NOP"]
-  return found
+  """Counts the instructions in nvdisasm's listing, by opcode.
+
+  If the listing has a loop, counts those of one turn; a quarter of those that a
+  branch skips.
+  """
+  lines = listing.splitlines()
+  labels = {
+    found[1]: i for i, line in enumerate(lines) if (found := _LABEL.match(line))
+  }
+  branches = [
+    (i, labels[found[1]])
+    for i, line in enumerate(lines)
+    if (found := _BRANCH.search(line))
+  ]
+  # After EXIT, there is only padding: a branch to itself.
+  last = next(i for i, line in enumerate(lines) if "EXIT" in line)
+  turn = range(last)
+  loops = [range(to, i + 1) for i, to in branches if to + 1 < i]
+  if loops:
+    turn = max(loops, key=len)
+  skipped = [range(i + 1, to) for i, to in branches if i in turn and to in turn]
+  total: collections.Counter[str] = collections.Counter()
+  for i in turn:
+    for opcode in _LINE.findall(lines[i]):
+      share = _SHARE if any(i in part for part in skipped) else 1
+      total[opcode] += share  # pyright: ignore[reportArgumentType]
+  del total["NOP"]
+  return total
 
 
 def kind_of(opcode: str) -> str:
@@ -178,14 +207,15 @@ def row(name: str, key: tuple[str, str], codec, kind: str) -> dict:
   """Compiles a step and prints its row."""
   found, registers = compile_step(name, codec, kind)
   unmixed, _ = compile_step(name, codec, kind, mixed=False)
-  # Registers are allocated to a warp in units of 256.
-  of_program = -(-registers // 8) * 8 * 32 * _WARPS_OF_PROGRAM
+  # Registers are allocated to a warp in units of 256, and a warpgroup has four
+  # warps.
+  of_warpgroup = -(-registers // 8) * 8 * 32 * 4
   total = found.total() / VALUES
   busy = clocks(found)
   case = dict(codec=key[0], rounding=key[1], dtype=kind)
   case |= {} if name == "coat_adamw" else dict(optimizer=name)
   per_value, mixing = by_kind(found), total - unmixed.total() / VALUES
-  programs = _REGISTERS_OF_SM // of_program
+  warps = _REGISTERS_OF_SM // of_warpgroup * 4
   out = emit(
     "optimizer.instructions",
     case | dict(compiled_for="NVIDIA H200"),
@@ -194,14 +224,14 @@ def row(name: str, key: tuple[str, str], codec, kind: str) -> dict:
     by_kind=per_value,
     clocks=busy,
     registers=registers,
-    programs=programs,
+    warps=warps,
   )
   most = max(busy, key=lambda name: busy[name])
   kinds = ", ".join(f"{k} {v:.1f}" for k, v in per_value.items() if v)
   say(
     f"{' '.join(case.values()):32s} {total:6.1f} per value, hash "
     f"{mixing:.1f} | {kinds} | clocks: issue {busy['issue']:.0f}, "
-    f"{most} {busy[most]:.0f} | {registers} registers, {programs} programs "
+    f"{most} {busy[most]:.0f} | {registers} registers, {warps} warps "
     "per multiprocessor"
   )
   return out

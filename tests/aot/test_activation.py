@@ -16,7 +16,6 @@ from coat_jax.numerics.formats import E4M3
 from coat_jax.numerics.qtensor import QTensor
 from coat_jax.ops import Groups
 from coat_jax.pallas.mosaic import activation as kernels
-from coat_jax.pallas.mosaic import tiles
 from coat_jax.pallas.mosaic.activation_input import activation_input
 from tests.pallas.mosaic.test_activation import CASES
 
@@ -98,21 +97,3 @@ def test_activation_kernels_do_not_spill(
       folder=tmp_path / f"bwd{has_sums}",
       count=3,
     )
-
-
-@pytest.mark.parametrize("n, fetched", [(1408, 5), (1424, 3)])
-def test_tiles_are_fetched_ahead(monkeypatch, tmp_path, n, fetched):
-  # Rows of 1424 / 16 scales in BF16 are no multiple of 16 bytes.
-  monkeypatch.setattr(tiles, "_PREFETCHES", True)
-  parts, dy = (values(1024, n),) * 2, jax.ShapeDtypeStruct((1024, n), BF16)
-  assert_no_spills(
-    lambda dy, parts, scale: kernels.activation_bwd_operands(
-      dy, parts, scale=scale, activation="silu"
-    ),
-    *(dy, parts, SCALE),
-    folder=tmp_path / "bwd",
-    count=3,
-  )
-  texts = [path.read_text() for path in (tmp_path / "bwd").glob("*.ptx")]
-  counts = [text.count("cp.async.bulk.prefetch.tensor") for text in texts]
-  assert sorted(counts) == [0, 0, fetched]

@@ -19,7 +19,14 @@ import pytest
 from benchmarks import aot
 from coat_jax.ops import Blocks, Groups
 from coat_jax.ops.rope import Rotary
-from coat_jax.pallas.mosaic import norm, norm_backward, quantize, rows, tiles
+from coat_jax.pallas.mosaic import (
+  device,
+  norm,
+  norm_backward,
+  quantize,
+  rows,
+  tiles,
+)
 from tests.aot.ptx_machine import Machine
 from tests.aot.test_registers import ptx_of, real_kernel
 from tests.pallas.mosaic import (
@@ -61,8 +68,11 @@ def on_machine(monkeypatch, tmp_path):
 
   monkeypatch.setattr(rows.plgpu, "kernel", kernel)
   # One tile for each program of one warpgroup.
-  monkeypatch.setattr(tiles, "_WARPGROUPS", 1)
-  monkeypatch.setattr(tiles.device, "multiprocessors", lambda: 2**16)
+  run = functools.partial(tiles.run, warpgroups=1)
+  monkeypatch.setattr(
+    tiles, "run", lambda *args, warpgroups, **options: run(*args, **options)
+  )
+  monkeypatch.setattr(device, "multiprocessors", lambda: 2**16)
   with jax.disable_jit():
     yield
 

@@ -54,6 +54,38 @@ def test_instructions_are_counted_by_kind():
   assert busy["issue"] * 8 == 7
 
 
+# A thread waits for a barrier after the loop's end.
+LOOP = """\
+   -:-:-:Y:01        /*0000*/                   LDC R1, c[0x0][0x28]
+.L_x_3:
+   -:-:-:Y:01        /*0010*/               @P0 BRA `(.L_x_1)
+   -:-:-:Y:01        /*0020*/                   UTMALDG.3D [UR8], [UR24]
+   -:-:-:Y:01        /*0030*/                   UMOV UR9, UR17
+.L_x_1:
+   -:-:-:Y:01        /*0040*/              @!P1 BRA `(.L_x_2)
+.L_x_4:
+   -:-:-:Y:01        /*0050*/                   MUFU.LG2 R26, R22
+   -:-:-:Y:01        /*0060*/                   NOP
+   -:-:-:Y:01        /*0070*/               @P2 BRA `(.L_x_3)
+   -:-:-:Y:05        /*0080*/                   EXIT
+.L_x_2:
+   -:-:-:Y:01        /*0090*/                   SYNCS P1, [R4], R3
+   -:-:-:Y:01        /*00a0*/               @P1 BRA `(.L_x_4)
+   -:-:-:Y:01        /*00b0*/                   BRA `(.L_x_2)
+.L_x_0:
+   -:-:-:-:00        /*00c0*/                   BRA `(.L_x_0)
+"""
+
+
+def test_a_turn_is_counted_if_there_is_a_loop():
+  assert instructions.opcodes(LOOP) == {
+    "BRA": 3,
+    "UTMALDG.3D": 0.25,
+    "UMOV": 0.25,
+    "MUFU.LG2": 1,
+  }
+
+
 def test_missing_disassembler_is_reported(monkeypatch):
   monkeypatch.setenv("PATH", "")
   with pytest.raises(

@@ -239,11 +239,12 @@ def activation_bwd_operands(
       else None,
     ],
     grid=grid,
+    # With a gate, five would spill.
+    warpgroups=4 if len(parts) == 2 else 5,
     scratch=[row_ptx.SUMS] * has_sums
     + [row_ptx.scratch(height)] * (len(parts) + 1),
     interpret=interpret,
     name="activation_bwd_operands",
-    prefetch=functools.partial(_prefetch, count=len(parts), height=height),
   )
   assert in_rows is not None
   if sums is not None:
@@ -279,18 +280,6 @@ def _load_magnitudes(dtype, scale_gmem, layout) -> Array:
   """Returns the largest magnitudes that groups with these scales may have."""
   scale = plgpu.load(scale_gmem, layout=layout, optimized=False)
   return scale.astype(jnp.float32) * qmax(dtype)
-
-
-def _prefetch(
-  predicate, index, dy_gmem, factor_gmem, *refs, count, height
-) -> None:
-  """Fetches what `_bwd_kernel` reads of dy and of x's codes and scales."""
-  del factor_gmem
-  row, column = tiles.place_of(dy_gmem.shape, height, index)
-  for ref in (dy_gmem, *refs[: 2 * count]):
-    size = dy_gmem.shape[1] // ref.shape[1]  # Values per code or scale.
-    part = pl.ds(lax.div(column.start, jnp.int32(size)), COLUMNS // size)
-    tiles.fetch_ahead(ref, (row, part), predicate)
 
 
 def _bwd_kernel(
@@ -330,7 +319,7 @@ def _bwd_kernel(
     tiles.put(codes, smems[0], height, start, interpret)
     # Without this barrier, the compiler would load all rows of the tile first,
     # and spill registers.
-    tiles.barrier(interpret)
+    rows.barrier(interpret)
   for at, smem in zip(columns, smems[1:], strict=True):
     rows.store(
       columns_gmem.at[at, row], tiles.take(smem, height, E5M2, interpret)

@@ -83,6 +83,6 @@ def load(rows_gmem, columns_gmem, sizes: Sizes, start) -> Decoded:
   strip = start // (sizes.rows * sizes.columns)
   place = strip * (sizes.columns + ROWS - 1) + start % sizes.columns
   return Decoded(
-    values=registers.load(columns_gmem, place),
-    factor=registers.load(rows_gmem, start),
+    values=registers.load(registers.part(columns_gmem, place)),
+    factor=registers.load(registers.part(rows_gmem, start)),
   )

@@ -44,12 +44,6 @@ from coat_jax.pallas.mosaic.registers import (
   spread,
 )
 
-# Whether to decode E4M3 codes of the second moment with tables. This takes two
-# shuffles per value instead of a logarithm and an exponential. Per value of
-# `coat`, special functions then keep their pipe busy for 87 clocks instead of
-# 105, and 1.7 more instructions are issued. Not yet timed.
-_LOOKS_UP_SECOND = False
-
 
 @register(ScaledFP8)
 @dataclasses.dataclass(frozen=True)
@@ -94,11 +88,8 @@ class _Expanded(FittedCodec):
   codec: ExpandedFP8
 
   def decode(self, encoded, signed, on):
-    bound, root = self._bound_and_root(encoded, on)
-    if _LOOKS_UP_SECOND and not signed and self.codec.dtype == E4M3:
-      codes = lax.bitcast_convert_type(encoded.codes, jnp.uint8)
-      return Decoded(on.decoded(codes, root), bound)
     y = encoded.codes.astype(jnp.float32)
+    bound, root = self._bound_and_root(encoded, on)
     top = spread(root * -math.log2(qmax(self.codec.dtype)))
     t = jnp.exp2(jnp.log2(jnp.abs(y)) * spread(root) + top)
     return Decoded(with_sign(t, y if signed else None), bound)

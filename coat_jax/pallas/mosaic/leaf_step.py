@@ -5,17 +5,21 @@ One kernel does what `step.step_of` does, for any optimizer: it decodes the
 moments, applies the optimizer's `Rule`, and encodes the moments again. The
 kernel overwrites moments and parameters, so the step is in place if the caller
 donates these arrays. A warpgroup processes tiles of 8 groups of 128 values.
+Either each tile has a program of its own, or warpgroups take turns (`turns`).
 """
 
 import dataclasses
 import functools
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
+from coat_jax.codecs.fp8 import ExpandedFP8
 from coat_jax.codecs.group import Encoded, GroupCodec, Plain
 from coat_jax.numerics.stochastic import LeafPart, next_words, parameter_words
 from coat_jax.ops.capability import HOPPER, why_not_before
@@ -24,7 +28,7 @@ from coat_jax.pallas.mosaic import (
   factors,
   moment_codecs,
   registers,
-  tiles,
+  turns,
   weights,
   words,
 )
@@ -35,13 +39,9 @@ from coat_jax.pallas.mosaic.registers import Instructions
 
 GroupCodecs = tuple[GroupCodec, ...]
 
-# Number of warpgroups in a program (thread block). If it is 1, there is one
-# program per tile. Otherwise, there is at most one program per multiprocessor,
-# and each warpgroup processes one tile after another. The compiler then divides
-# the registers of a multiprocessor among the warpgroups. With 6, `coat` gets 80
-# registers per thread instead of 117 (f32) or 127 (BF16) and still does not
-# spill, so 24 warps instead of 16 hide the latency of memory. Not yet timed.
-_WARPGROUPS = 1
+# If warpgroups take turns, this many run on a multiprocessor. They get 72
+# registers per thread and do not spill; with 8, they would.
+_WARPGROUPS = 7
 
 
 @runtime_checkable
@@ -104,7 +104,7 @@ class _Work:
   has_layer: bool  # Whether the kernel updates only one layer of the leaf.
   groups: GroupCodecs
   factors: Sizes | None
-  warpgroups: int  # See `_WARPGROUPS`.
+  takes_turns: bool
   interpret: bool
 
 
@@ -142,7 +142,7 @@ def run(
     has_layer=part.layer is not None,
     groups=groups,
     factors=sizes,
-    warpgroups=_WARPGROUPS,
+    takes_turns=_takes_turns(groups, g.dtype),
     interpret=interpret,
   )
   # Fields that a codec does not use are stored as scalar zeros. The kernel gets
@@ -155,6 +155,21 @@ def run(
   return first, new
 
 
+def _takes_turns(groups: GroupCodecs, dtype: DTypeLike) -> bool:
+  """Returns whether the step is faster on an H200 if warpgroups take turns.
+
+  A tile's own program would get so many registers that only 16 to 24 warps
+  would run on a multiprocessor, if both moments are rounded stochastically.
+  With weights and gradients in f32, codecs other than those that expand the
+  range are limited by memory bandwidth, which 20 warps reach.
+  """
+  is_stochastic = len(groups) == 2 and all(x.needs_noise for x in groups)
+  if not is_stochastic or device.why_not_hopper() is not None:
+    return False
+  expands = all(isinstance(x, ExpandedFP8) for x in groups)
+  return expands or dtype == jnp.bfloat16
+
+
 # With this jit, leaves of the same shape are lowered and compiled only once.
 @functools.partial(jax.jit, static_argnames="work")
 def _step(scalars, place, g, p, stored, read, *, work: _Work):
@@ -164,17 +179,24 @@ def _step(scalars, place, g, p, stored, read, *, work: _Work):
     has_values = x.shape[-1] == codes.shape[-1]
     return x.reshape((-1, GROUP_SIZE) if has_values else (-1,))
 
-  in_place, treedef = jax.tree.flatten((stored, p))
+  in_place, treedef = jax.tree.flatten((p, stored))
   refs = [jax.new_ref(view(x)) for x in in_place]
-  kernel = functools.partial(
-    _kernel, work=work, shape=codes.shape, treedef=treedef
-  )
+  count = g.size // (GROUP_SIZE * ROWS)
+  options: dict[str, Any] = {}
+  if work.takes_turns:
+    count = turns.programs(count, work.interpret)
+    dtypes = [g.dtype, *(ref.dtype for ref in refs if ref.ndim == 2)]
+    options = dict(
+      num_threads=_WARPGROUPS,
+      thread_name="warpgroup",
+      scratch_types=dict(ahead=turns.Ahead.types(dtypes, _WARPGROUPS)),
+    )
   update = plgpu.kernel(
-    functools.partial(_own_tiles, kernel, work=work),
+    functools.partial(_kernel, work=work, shape=codes.shape, treedef=treedef),
     out_type=jax.ShapeDtypeStruct(view(g).shape, g.dtype) if p is None else (),
-    grid=(_programs(g.size // (GROUP_SIZE * ROWS), work),),
+    grid=(count,),
     grid_names=("program",),
-    **_threads(work),
+    **options,
     compiler_params=plgpu.CompilerParams(
       # Exact division, exp2 and log2 would take ten times as long.
       approx_math=True,
@@ -183,106 +205,119 @@ def _step(scalars, place, g, p, stored, read, *, work: _Work):
       # received what the other 15 lanes computed from the old value.
       unsafe_no_auto_barriers=True,
     ),
-    interpret=plgpu.InterpretGPUParams() if work.interpret else False,
+    interpret=plgpu.InterpretGPUParams(detect_races=work.takes_turns)
+    if work.interpret
+    else False,
   )(scalars, place, view(g), *read, *refs)
   new = [
     jax.freeze(ref).reshape(x.shape)
     for ref, x in zip(refs, in_place, strict=True)
   ]
-  stored, p = treedef.unflatten(new)
+  p, stored = treedef.unflatten(new)
   return update.reshape(g.shape) if p is None else p, stored
 
 
-def _programs(count: int, work: _Work) -> int:
-  """Returns the number of programs that compute `count` tiles."""
-  if work.warpgroups == 1:
-    return count
-  return min(count, 2 if work.interpret else device.multiprocessors())
+class _Refs(NamedTuple):
+  """A kernel's arrays in global memory.
 
+  Values and codes are [groups, 128], and statistics are [groups].
+  """
 
-def _threads(work: _Work) -> dict[str, Any]:
-  # With these options, Mosaic adds a barrier.
-  if work.warpgroups == 1:
-    return {}
-  return dict(num_threads=work.warpgroups, thread_name="warpgroup")
+  scalars: Any  # Fields of the rule.
+  place: Any  # The `LeafPart`'s key, start and layer (if not None), uint32.
+  g: Any  # Gradient of the leaf, or of the part's layer.
+  factors: Sequence[Any]  # See `factors.load`; may be empty.
+  p: Any  # Parameter, a pytree; may be None.
+  moments: Any  # Encoded moments, a pytree.
+  update: Sequence[Any]  # The update if p is None, otherwise empty.
 
-
-def _own_tiles(kernel, scalars_gmem, place_gmem, g_gmem, *gmem, work: _Work):
-  """Computes this warpgroup's tiles; see `_WARPGROUPS`."""
-  refs = scalars_gmem, place_gmem, g_gmem, *gmem
-  count = g_gmem.shape[0] // ROWS
-  if work.warpgroups == 1:
-    kernel(lax.axis_index("program"), *refs)
-    return
-  tiles.take_turns(
-    lambda tile, _: kernel(tile, *refs),
-    count,
-    _programs(count, work),
-    work.warpgroups,
-  )
+  @classmethod
+  def of(cls, scalars, place, g, *others, treedef, has_factors) -> "_Refs":
+    factors, others = others[: 2 * has_factors], others[2 * has_factors :]
+    count = treedef.num_leaves
+    p, moments = treedef.unflatten(others[:count])
+    return cls(scalars, place, g, factors, p, moments, others[count:])
 
 
 def _kernel(
-  tile,
-  scalars_gmem,
-  place_gmem,
-  g_gmem,
   *gmem,
   work: _Work,
   shape: tuple[int, ...],
   treedef: Any,
+  ahead: turns.Ahead | None = None,
 ):
-  """Computes the step of one tile.
+  """Computes the step of this program's tile, or of this warpgroup's tiles.
 
   Args:
-    tile: index of the tile.
-    place_gmem: the `LeafPart`'s key, start and layer (if not None), uint32.
-    g_gmem: gradient [groups, 128] of the leaf, or of the part's layer.
-    *gmem: factors (if any), the leaves of the tree (moments, parameter), and
-      the update (if the parameter is None). Codes are [groups, 128], statistics
-      [groups].
+    *gmem: the arrays of `_Refs`; `treedef` is the tree of (p, moments).
     shape: shape of the codes, with all layers.
+    ahead: shared memory if warpgroups take turns, otherwise None.
   """
-  start = tile * ROWS
-  g = registers.load(g_gmem, start)
+  refs = _Refs.of(*gmem, treedef=treedef, has_factors=work.factors is not None)
+  before = 0  # Number of groups in the layers before the part's layer.
+  if work.has_layer:
+    layer = refs.place[refs.place.shape[0] - 1].astype(jnp.int32)
+    before = layer * refs.g.shape[0]
+
+  def parts(tile):
+    own = functools.partial(registers.part, start=before + tile * ROWS)
+    g = registers.part(refs.g, tile * ROWS)
+    return g, *map(own, jax.tree.leaves((refs.p, refs.moments)))
+
+  def compute(tile, load):
+    g, *old = load(parts(tile))
+    p, stored = treedef.unflatten(old)
+    _compute(tile * ROWS, before, g, p, stored, refs, work=work, shape=shape)
+
+  if ahead is None:
+    load = functools.partial(map, registers.load)
+    compute(lax.axis_index("program"), load)
+  else:
+    count = refs.g.shape[0] // ROWS
+    ahead.take_turns(compute, parts, count, work.interpret)
+
+
+def _compute(
+  start, before, g, p, stored, refs: _Refs, *, work: _Work, shape
+) -> None:
+  """Computes the step of the tile that begins at group `start` of g.
+
+  In arrays that are overwritten, it begins `before` groups later.
+  """
   factored = ()
   if work.factors is not None:
-    rows_gmem, columns_gmem, *gmem = gmem
+    rows_gmem, columns_gmem = refs.factors
     factored = (factors.load(rows_gmem, columns_gmem, work.factors, start),)
-  if work.has_layer:
-    layer = place_gmem[place_gmem.shape[0] - 1].astype(jnp.int32)
-    start = start + layer * g_gmem.shape[0]
+  start = start + before
   groups, on = work.groups, Instructions(work.interpret)
-  named = {name: scalars_gmem[i] for i, name in enumerate(work.names)}
-  rule = work.rule(**named)
-  moments_gmem, p_gmem = treedef.unflatten(gmem[: treedef.num_leaves])
-  weight_gmem = jax.tree.leaves(p_gmem)
-  weight = [registers.load(ref, start) for ref in weight_gmem]
-  stored = jax.tree.map(lambda ref: registers.load(ref, start), moments_gmem)
+  named = {name: refs.scalars[i] for i, name in enumerate(work.names)}
+  weight = jax.tree.leaves(p)
   p = weights.in_f32(on, *weight) if weight else None
   codecs = [moment_codecs.on_registers(codec) for codec in groups]
   old = tuple(
     codec.decode(moment, i == 0, on)
     for i, (codec, moment) in enumerate(zip(codecs, stored, strict=True))
   )
+  rule = work.rule(**named)
   value, new = rule.apply(g, p, (*old, *factored), on)
 
   @functools.cache
   def draw():
     # Call this only if words are needed: Mosaic cannot infer a layout for
     # unused values.
-    place = words.row_and_column(start, shape, work.whole, place_gmem)
-    return words.random_words(*place, place_gmem[0])
+    place = words.row_and_column(start, shape, work.whole, refs.place)
+    return words.random_words(*place, refs.place[0])
+
+  def store(refs, values):
+    for ref, x in zip(jax.tree.leaves(refs), values, strict=True):
+      registers.store(ref, start, x)
 
   if weight:
-    values = weights.round_like(
-      weight_gmem, value, lambda: parameter_words(draw()), on
-    )
-    for ref, out in zip(weight_gmem, values, strict=True):
-      registers.store(ref, start, out)
+    leaves = jax.tree.leaves(refs.p)
+    noise = lambda: parameter_words(draw())  # noqa: E731
+    store(leaves, weights.round_like(leaves, value, noise, on))
   else:
-    [update_gmem] = gmem[treedef.num_leaves :]
-    registers.store(update_gmem, start, value.astype(update_gmem.dtype))
+    store(refs.update, [value.astype(g.dtype)])
   noises: list[Array | None] = [None] * len(groups)
   if any(codec.needs_noise for codec in groups):
     both = draw(), next_words(draw())
@@ -292,6 +327,4 @@ def _kernel(
     ]
   new = new[: len(codecs)]
   encoded = moment_codecs.encode_moments(codecs, new, noises, on)
-  leaves = jax.tree.leaves(encoded)
-  for ref, out in zip(jax.tree.leaves(moments_gmem), leaves, strict=True):
-    registers.store(ref, start, out)
+  store(refs.moments, jax.tree.leaves(encoded))

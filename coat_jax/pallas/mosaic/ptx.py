@@ -202,17 +202,35 @@ def powers(significand, exponent, root, scale, top: float):
     return_type=(_type(TILE, jnp.float32),) * 3,
   )
   def apply(_, significand, exponent, root, scale):
-    j, (a, factor) = _entry(), (_group_scalar(x) for x in (root, scale))
-    lower = _power_of_eighths(j, a)
-    upper = _power_of_eighths(arith.addf(j, _number(1.0)), a)
+    f32 = ir.F32Type.get()
+
+    def number(value):
+      return arith.constant(f32, ir.FloatAttr.get(f32, value))
+
+    def exp2(x):
+      return emit.asm("ex2.approx.ftz.f32 $0, $1;", x, result=f32)
+
+    j = arith.uitofp(f32, arith.andi(emit.thread(), emit.i32(15)))
+    log2 = [
+      arith.subf(
+        emit.asm("lg2.approx.ftz.f32 $0, $1;", x, result=f32), number(3.0)
+      )
+      for x in (j, arith.addf(j, number(1.0)))
+    ]
+    e = arith.subf(number(top), arith.maximumf(j, number(1.0)))
+    a, factor = (_group_scalar(x) for x in (root, scale))
+    lower, upper = (exp2(arith.mulf(a, x)) for x in log2)
     gap = arith.subf(upper, lower)
-    e = arith.subf(_number(top), arith.maximumf(j, _number(1.0)))
-    unit = arith.mulf(_exp2(arith.mulf(a, e)), factor)
+    unit = arith.mulf(exp2(arith.mulf(a, e)), factor)
 
     def gather(table):
       def convert(indices):
-        found = [_looked_up(table, i) for i in emit.elements(indices)]
-        return _packed(found, ir.F32Type.get())
+        # The shuffle stays within 16 lanes, and uses only 4 bits of the index.
+        code = "shfl.sync.idx.b32 $0, $1, $2, 0x101f, 0xffffffff;"
+        found = [
+          emit.asm(code, table, i, result=f32) for i in emit.elements(indices)
+        ]
+        return _packed(found, f32)
 
       return convert
 
@@ -221,78 +239,6 @@ def powers(significand, exponent, root, scale, top: float):
     return tuple(_tile(gather(table), index) for table, index in tables)
 
   return apply(significand, exponent, root, scale)  # pyright: ignore
-
-
-def decoded(codes: Array, root: Array, top: float) -> Array:
-  """Computes `Instructions.decoded`; lane j of 16 holds each table's entry j.
-
-  Splits four codes at a time into J and e, as `Instructions.powers` defines.
-  """
-
-  @plgpu.inline_mgpu(
-    arg_types=(LAYOUT, GROUP_LAYOUT), return_type=_type(TILE, jnp.float32)
-  )
-  def apply(_, codes, root):
-    entry, a = _entry(), _group_scalar(root)
-    powers = _power_of_eighths(entry, a)
-    exponents = arith.subf(arith.maximumf(entry, _number(1.0)), _number(top))
-    units = _exp2(arith.mulf(a, exponents))
-
-    def of_word(word):
-      # The sum carries into the highest bit of a byte if e > 0; then J is the
-      # lowest three bits plus 8.
-      eight_e = arith.andi(word, emit.i32(0x78787878))
-      carry = arith.addi(eight_e, emit.i32(0x78787878))
-      eight = arith.andi(arith.shrui(carry, emit.i32(4)), emit.i32(0x08080808))
-      j = arith.ori(word, eight)
-      return [
-        arith.mulf(
-          _looked_up(powers, arith.shrui(j, emit.i32(8 * i))),
-          _looked_up(units, arith.shrui(word, emit.i32(8 * i + 3))),
-        )
-        for i in range(4)
-      ]
-
-    def convert(x):
-      words = vector.bitcast(
-        ir.VectorType.get((_VECTOR // 4,), emit.i32_type()), x
-      )
-      values = [y for word in emit.elements(words) for y in of_word(word)]
-      return _packed(values, ir.F32Type.get())
-
-    return _tile(convert, codes)
-
-  return apply(codes, root)  # pyright: ignore
-
-
-# --- Tables of 16 entries, one in each lane of a group -----------------------
-
-
-def _entry():
-  """Returns the index, as f32, of the entry that this lane computes."""
-  return arith.uitofp(ir.F32Type.get(), arith.andi(emit.thread(), emit.i32(15)))
-
-
-def _looked_up(table, index):
-  """Reads entry `index`, of which only the lowest 4 bits are used."""
-  # The shuffle stays within 16 lanes.
-  code = "shfl.sync.idx.b32 $0, $1, $2, 0x101f, 0xffffffff;"
-  return emit.f32(code, table, index)
-
-
-def _power_of_eighths(j, a):
-  """Returns (j / 8)^a."""
-  log2 = emit.f32("lg2.approx.ftz.f32 $0, $1;", j)
-  return _exp2(arith.mulf(a, arith.subf(log2, _number(3.0))))
-
-
-def _exp2(x):
-  return emit.f32("ex2.approx.ftz.f32 $0, $1;", x)
-
-
-def _number(value: float):
-  f32 = ir.F32Type.get()
-  return arith.constant(f32, ir.FloatAttr.get(f32, value))
 
 
 # --- Tiles and statistics in registers ---------------------------------------

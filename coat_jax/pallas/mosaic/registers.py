@@ -27,15 +27,22 @@ from coat_jax.pallas.mosaic import ptx, rows
 from coat_jax.pallas.mosaic.ptx import GROUP_LAYOUT, LAYOUT, ROWS, TILE
 
 
-def load(ref, start) -> Array:
-  """Loads a tile, or the statistics of its groups, from global memory."""
-  layout = LAYOUT if ref.ndim == 2 else GROUP_LAYOUT
-  part = ref.at[pl.ds(start, ROWS)]
+def part(ref, start):
+  """Returns the part of an array in global memory that belongs to a tile.
+
+  The tile begins at group `start`.
+  """
+  return ref.at[pl.ds(start, ROWS)]
+
+
+def load(part) -> Array:
+  """Loads a tile, or the statistics of its groups."""
+  layout = LAYOUT if len(part.shape) == 2 else GROUP_LAYOUT
   return plgpu.load(part, layout=layout, optimized=False)
 
 
 def store(ref, start, x: Array) -> None:
-  rows.store(ref.at[pl.ds(start, ROWS)], x)
+  rows.store(part(ref, start), x)
 
 
 def spread(x: Array) -> Array:
@@ -193,20 +200,3 @@ class Instructions:
     lower = jnp.exp2(root * (jnp.log2(j) - 3))
     gap = jnp.exp2(root * (jnp.log2(j + 1) - 3)) - lower
     return lower - gap, gap, jnp.exp2(root * (top - e)) * spread(scale)
-
-  def decoded(self, codes: Array, root: Array) -> Array:
-    """Returns (y / 448)^root for E4M3 codes of numbers y >= 0.
-
-    On a GPU, lanes look up powers, as in `powers`. `codes` is a uint8 tile of
-    codes below 0x7F, and `root` is f32 [ROWS]. Results below 2^-113 may become
-    zero.
-    """
-    top = 7 + math.log2(qmax(E4M3))
-    if not self.interpret:
-      return ptx.decoded(codes, root, top)
-    code = codes.astype(jnp.int32)
-    j = (code | jnp.minimum(code, 8)) & 15
-    e = jnp.maximum(code >> 3, 1).astype(jnp.float32)
-    root = spread(root)
-    power = jnp.exp2(root * (jnp.log2(j.astype(jnp.float32)) - 3))
-    return power * jnp.exp2(root * (e - top))

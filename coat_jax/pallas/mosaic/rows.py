@@ -243,3 +243,9 @@ def dequantize_groups(codes: Array, scale: Array) -> Array:
 def spread(scale: Array, shape: tuple[int, ...]) -> Array:
   """Broadcasts scales of leading axes to `shape`, along the last axes."""
   return lax.broadcast_in_dim(scale, shape, range(scale.ndim))
+
+
+def barrier(interpret: bool) -> None:
+  """Waits until all threads of the warpgroup have arrived."""
+  if not interpret:
+    row_ptx.barrier()

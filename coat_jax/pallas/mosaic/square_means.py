@@ -82,7 +82,7 @@ def _kernel(g_gmem, *gmem, sizes: Sizes, tiles: int, on: Instructions) -> None:
 
   def add(i, total):
     start = first + i * sizes.period
-    g = on.in_f32(registers.load(g_gmem, start))
+    g = on.in_f32(registers.load(registers.part(g_gmem, start)))
     for ref in scale_gmem:
       g = g * ref[0]
     g = with_finite_square(g)

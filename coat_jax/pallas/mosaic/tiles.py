@@ -17,17 +17,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from coat_jax.numerics.scaling import Layout
-from coat_jax.ops.capability import HOPPER, why_not_before
-from coat_jax.pallas.mosaic import device, row_ptx, rows
+from coat_jax.pallas.mosaic import row_ptx, rows, turns
 from coat_jax.pallas.mosaic.row_ptx import COLUMNS
 
 _MAX_ACROSS = 65535  # The largest size of the grid's axis "across".
 LOW, HIGH = 32, 64  # Tile heights.
-_WARPGROUPS = 4  # See `run`.
-
-# Whether warpgroups that take turns prefetch their next tile into L2. Not yet
-# timed.
-_PREFETCHES = False
 
 
 def why_not(shape: tuple[int, ...]) -> str | None:
@@ -138,12 +132,6 @@ def quantize(
   return rows.quantize(x, scale, dtype, row_ptx.TILE_LAYOUT, interpret)
 
 
-def barrier(interpret: bool) -> None:
-  """Waits until all threads of the warpgroup have arrived."""
-  if not interpret:
-    row_ptx.barrier()
-
-
 def put(codes: Array, smem, height: int, first: int, interpret: bool) -> None:
   """Writes rows of a tile, from row `first` on, to shared memory for `take`.
 
@@ -159,7 +147,7 @@ def put(codes: Array, smem, height: int, first: int, interpret: bool) -> None:
 def take(smem, height: int, dtype: DTypeLike, interpret: bool) -> Array:
   """Waits until all rows of a tile are `put`; returns the tile's transpose.
 
-  Before the next `put` to the same `smem`, the kernel needs a `barrier`.
+  Before the next `put` to the same `smem`, the kernel needs a `rows.barrier`.
   """
   if not interpret:
     return row_ptx.take(smem, height, dtype)
@@ -204,87 +192,47 @@ def known_rows(m: int, height: int, last: Array) -> Array | None:
   return jnp.maximum((last + 1) * height - m, 0) if m % height else None
 
 
-def fetch_ahead(ref, place, predicate: Array) -> None:
-  """Fetches a part of a matrix into L2 if the predicate is true.
-
-  Does nothing before Hopper, or if rows of the matrix or of the part are no
-  multiple of 16 bytes, which the instruction requires.
-  """
-  sizes = ref.shape[1], place[1].size
-  is_whole = all(size * ref.dtype.itemsize % 16 == 0 for size in sizes)
-  if is_whole and why_not_before(HOPPER, "a prefetch") is None:
-    plgpu.async_prefetch(ref.at[place], predicate=predicate)
-
-
-def take_turns(
-  compute: Callable[[Array, Array], None],
-  total: int,
-  programs: int,
-  warpgroups: int,
-) -> None:
-  """Calls `compute(number, next number)` for each tile of this warpgroup.
-
-  The kernel's axes must be "program" and "warpgroup".
-  """
-  workers = programs * warpgroups
-  worker = lax.axis_index("warpgroup") * programs + lax.axis_index("program")
-
-  def turn(i, _):
-    number = worker + i * workers
-    compute(number, number + workers)
-
-  count = lax.div(total - worker + workers - 1, jnp.int32(workers))
-  lax.fori_loop(0, count, turn, None)
-
-
 def run(
   kernel: Callable[..., None],
   inputs: Sequence[Array | None],
   outputs: Sequence[jax.ShapeDtypeStruct | None],
   *,
   grid: tuple[int, int],
+  warpgroups: int,
   scratch: Sequence,
   interpret: bool,
   name: str,
-  prefetch: Callable[..., None] | None = None,
 ) -> list:
   """Runs `kernel(index, *refs)` for all tiles of a grid, like `rows.run`.
 
-  Each multiprocessor runs one program of four warpgroups, so the compiler gives
-  a thread at most 128 registers. Use this function for kernels that would
-  otherwise take more. Each warpgroup computes one tile after another.
-  If `_PREFETCHES`, `prefetch(predicate, index, *refs)` fetches what a tile will
-  read; its refs have no scratch.
+  Use this function for kernels of which few programs would run at a time,
+  because they take many registers; see `turns`. With 4 or 5 warpgroups, they
+  get at most 128 or 96 registers per thread.
   """
   across, down = grid
-  programs = 2 if interpret else device.multiprocessors()
-  programs = min(across * down, programs)
 
   def body(*refs):
     refs, shared = refs[: -len(scratch)], refs[-len(scratch) :]
     own = [ref.at[lax.axis_index("warpgroup")] for ref in shared]
 
-    def index_of(number):
-      return lax.div(number, jnp.int32(down)), lax.rem(number, jnp.int32(down))
+    def compute(_, tile, following):
+      del following
+      index = lax.div(tile, jnp.int32(down)), lax.rem(tile, jnp.int32(down))
+      kernel(index, *refs, *own)
+      rows.barrier(interpret)  # The next tile reuses the shared memory.
 
-    def compute(number, following):
-      if _PREFETCHES and prefetch is not None and not interpret:
-        prefetch(following < across * down, index_of(following), *refs)
-      kernel(index_of(number), *refs, *own)
-      barrier(interpret)  # The next tile reuses the shared memory.
-
-    take_turns(compute, across * down, programs, _WARPGROUPS)
+    turns.take_turns(compute, across * down, warpgroups, interpret)
 
   return rows.start(
     body,
     inputs,
     outputs,
-    grid=(programs,),
+    grid=(turns.programs(across * down, interpret),),
     grid_names=("program",),
     scratch=[
-      plgpu.SMEM((_WARPGROUPS, *each.shape), each.dtype) for each in scratch
+      plgpu.SMEM((warpgroups, *each.shape), each.dtype) for each in scratch
     ],
-    num_threads=_WARPGROUPS,
+    num_threads=warpgroups,
     thread_name="warpgroup",
     interpret=interpret,
     name=name,
