@@ -8,7 +8,8 @@
   dq = scale ds k,  dk = scale ds^T q
 
 Sequences may have any length: we pad them to a multiple of 8, at least 128, and
-copies to shared memory fill the last tile with zeros.
+copies to shared memory fill the last tile with zeros. Heads are padded to a
+multiple of 16, because wgmma sums over 16 products at a time.
 """
 
 import dataclasses
@@ -31,6 +32,8 @@ from coat_jax.pallas.mosaic.attention_tiles import LOG2_E, Work
 from coat_jax.pallas.mosaic.attention_visits import segment_bounds
 from coat_jax.pallas.mosaic.wgmma import ROWS, WAVE
 
+# Head sizes with which the kernels have run on a GPU. They compile with all
+# multiples of 8 up to 256.
 _HEAD_SIZES = (64, 128, 256)
 
 
@@ -56,9 +59,9 @@ class Tiles:
 
 def pick_tiles(head_dim: int) -> Tiles:
   """Picks tiles that fit in registers and shared memory; not tuned yet."""
-  if head_dim == 256:
+  if head_dim > 128:
     return Tiles(Tile(WAVE, 64, 4), Tile(WAVE, 64, 3), Tile(ROWS, 64, 4))
-  if head_dim == 128:
+  if head_dim > 64:
     return Tiles(Tile(WAVE, 128, 4), Tile(WAVE, 64, 6), Tile(WAVE, 64, 6))
   return Tiles(Tile(WAVE, 128, 6), Tile(WAVE, 64, 8), Tile(WAVE, 64, 8))
 
@@ -81,7 +84,8 @@ def _why_not(q, k, v, **_) -> str | None:
       "the Mosaic kernel needs as many queries as keys, got "
       f"{q.shape[1]} and {k.shape[1]}"
     )
-  return supported.why_not_shape(q.shape)
+  *leading, h = q.shape
+  return supported.why_not_shape((*leading, h + -h % 16))
 
 
 @kernel(_why_not)
@@ -96,12 +100,12 @@ def attention_fwd(
   interpret: bool = False,
 ) -> AttentionResiduals:
   """Computes `ops.attention_fwd`."""
-  t = q.shape[1]
-  tile = pick_tiles(q.shape[-1]).forward
+  _, t, _, h = q.shape
+  tile = pick_tiles(h).forward
   work = _work(tile, q, k, segments, kind, interpret)
   q, k, v = map(_padded, (q, k, v))
   out, lse = forward(work, q, k, v, _segments(segments, work))
-  return AttentionResiduals(out[:, :t], jnp.swapaxes(lse, 1, 2)[:, :t])
+  return AttentionResiduals(out[:, :t, :, :h], jnp.swapaxes(lse, 1, 2)[:, :t])
 
 
 @kernel(_why_not)
@@ -118,7 +122,7 @@ def attention_bwd(
   interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
   """Computes `ops.attention_bwd`."""
-  t = q.shape[1]
+  _, t, _, h = q.shape
   dout = dout.astype(q.dtype)
   lse, delta = _row_terms(dout, residuals)
   # Queries past the end add nothing to dk and dv, because their dout and delta
@@ -129,12 +133,12 @@ def attention_bwd(
     lse=jnp.pad(lse, missing),
     delta=jnp.pad(delta, missing),
   )
-  picked = pick_tiles(q.shape[-1])
+  picked = pick_tiles(h)
   work = _work(picked.dq, q, k, segments, kind, interpret)
   dq = backward_q(work, inputs, _segments(segments, work))
   work = _work(picked.dkv, q, k, segments, kind, interpret, of_queries=False)
   dk, dv = backward_kv(work, inputs, _segments(segments, work))
-  return dq[:, :t], dk[:, :t], dv[:, :t]
+  return dq[:, :t, :, :h], dk[:, :t, :, :h], dv[:, :t, :, :h]
 
 
 def _row_terms(
@@ -154,24 +158,29 @@ def _row_terms(
 def _work(tile: Tile, q, k, segments, kind, interpret, of_queries=True) -> Work:
   _, t, n, h = q.shape
   return Work(
-    kind=kind.among(t),
+    kind=dataclasses.replace(kind.among(t), scale=kind.scale_of(h)),
     length=t,
     of_queries=of_queries,
     own=tile.own,
     step=tile.step,
     stages=tile.stages,
     heads=n // k.shape[2],
-    head_dim=h,
+    head_dim=h + -h % 16,
     has_segments=segments is not None,
     interpret=interpret,
   )
 
 
 def _padded(x: Array) -> Array:
-  """Pads T of x [B, T, ...] with zeros to a multiple of 8, at least 128."""
-  t = x.shape[1]
-  missing = max(-t % 8, WAVE - t)
-  return jnp.pad(x, [(0, 0), (0, missing), (0, 0), (0, 0)]) if missing else x
+  """Pads x [B, T, ..., H] with zeros.
+
+  T becomes a multiple of 8, at least 128, and H becomes a multiple of 16.
+  """
+  t, h = x.shape[1], x.shape[-1]
+  missing = max(-t % 8, WAVE - t), -h % 16
+  if missing == (0, 0):
+    return x
+  return jnp.pad(x, [(0, 0), (0, missing[0]), (0, 0), (0, missing[1])])
 
 
 def _segments(segments: Array | None, work: Work) -> tuple:

@@ -28,7 +28,7 @@ from coat_jax.pallas.mosaic.ring import Ring
 from coat_jax.pallas.mosaic.wgmma import (
   ROWS,
   WARPGROUPS,
-  rows_of_128_bytes,
+  swizzled_rows,
 )
 
 
@@ -47,7 +47,7 @@ def backward_q(work: Work, inputs: Inputs, segments: tuple) -> Array:
   """Returns dq in q's dtype."""
   q = inputs.q
   _, _, n, h = q.shape
-  own = rows_of_128_bytes(work.own, h, dtype=q.dtype)
+  own = swizzled_rows(work.own, h, dtype=q.dtype)
   return tiles.run(
     work,
     functools.partial(_backward_q, work),
@@ -126,7 +126,7 @@ def backward_kv(
   """Returns dk and dv in the dtypes of k and v."""
   k, v = inputs.k, inputs.v
   _, _, kv_heads, h = k.shape
-  own = rows_of_128_bytes(work.own, h, dtype=k.dtype)
+  own = swizzled_rows(work.own, h, dtype=k.dtype)
   of_rows = plgpu.SMEM((work.stages, work.step), jnp.float32)
   return tiles.run(
     work,

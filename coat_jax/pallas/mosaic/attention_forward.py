@@ -24,7 +24,7 @@ from coat_jax.pallas.mosaic.ring import Ring
 from coat_jax.pallas.mosaic.wgmma import (
   ROWS,
   WARPGROUPS,
-  rows_of_128_bytes,
+  swizzled_rows,
 )
 
 # If scores are within ±55, exponentials are between 2^-80 and 2^80. So none
@@ -56,7 +56,7 @@ def forward(work: Work, q, k, v, segments: tuple) -> tuple[Array, Array]:
       jax.ShapeDtypeStruct((b, n, work.tiles * work.own), jnp.float32),
     ),
     scratch={
-      "q_smem": rows_of_128_bytes(work.own, h, dtype=q.dtype),
+      "q_smem": swizzled_rows(work.own, h, dtype=q.dtype),
       "q_loaded": plgpu.Barrier(),
       "ring": tiles.ring(work, q.dtype),
     },

@@ -30,7 +30,7 @@ from coat_jax.pallas.mosaic.wgmma import (
   LAYOUT,
   ROWS,
   WARPGROUPS,
-  rows_of_128_bytes,
+  swizzled_rows,
 )
 
 LOG2_E = 1.0 / math.log(2.0)
@@ -109,7 +109,7 @@ class Work:
 def ring(work: Work, dtype: DTypeLike, *others) -> Ring:
   """Returns a ring's types; slots hold a tile, `others` and any segment ids."""
   stages, step = work.stages, work.step
-  tiles = rows_of_128_bytes(stages, step, work.head_dim, dtype=dtype)
+  tiles = swizzled_rows(stages, step, work.head_dim, dtype=dtype)
   slots = tiles, *others
   if work.has_segments:
     slots = *slots, plgpu.SMEM((stages, step), jnp.int32)

@@ -42,7 +42,7 @@ from coat_jax.pallas.mosaic.wgmma import (
   WAVE,
   in_128_bytes,
   in_band,
-  rows_of_128_bytes,
+  swizzled_rows,
 )
 
 # If b has one scale per 128 rows, each scale is stored this many times, because
@@ -129,11 +129,11 @@ def scratch(work: Work, a: DTypeLike, b: DTypeLike, out: DTypeLike) -> Memory:
   width = in_128_bytes(out)
   b_scales = _PADDED if work.is_b_tiled else BLOCK
   return Memory(
-    a_smem=rows_of_128_bytes(stages, tile.waves, WAVE, BLOCK, dtype=a),
-    b_smem=rows_of_128_bytes(stages, BLOCK, BLOCK, dtype=b),
+    a_smem=swizzled_rows(stages, tile.waves, WAVE, BLOCK, dtype=a),
+    b_smem=swizzled_rows(stages, BLOCK, BLOCK, dtype=b),
     a_scale_smem=plgpu.SMEM((stages, tile.m), jnp.float32),
     b_scale_smem=plgpu.SMEM((stages, b_scales), jnp.float32),
-    out_smem=rows_of_128_bytes(WARPGROUPS, tile.slots, ROWS, width, dtype=out),
+    out_smem=swizzled_rows(WARPGROUPS, tile.slots, ROWS, width, dtype=out),
     loaded=tuple(
       # The first wave's barrier also waits for b and the scales of a and b.
       plgpu.Barrier(num_arrivals=1 if wave else 4, num_barriers=stages)

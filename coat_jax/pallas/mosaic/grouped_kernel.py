@@ -34,7 +34,7 @@ from coat_jax.pallas.mosaic.wgmma import (
   REGISTERS,
   ROWS,
   in_128_bytes,
-  rows_of_128_bytes,
+  swizzled_rows,
 )
 
 
@@ -121,11 +121,9 @@ def scratch(work: Work, a: DTypeLike, b: DTypeLike, out: DTypeLike) -> Memory:
   b_block = work.b_place(BLOCK, work.depth)
   edge = (1, 1, 128) if work.run else (tile.warpgroups, ROWS, BLOCK)
   return Memory(
-    a_smem=rows_of_128_bytes(stages, *a_block, dtype=a),
-    b_smem=rows_of_128_bytes(stages, *b_block, dtype=b),
-    out_smem=rows_of_128_bytes(
-      tile.warpgroups, tile.slots, ROWS, width, dtype=out
-    ),
+    a_smem=swizzled_rows(stages, *a_block, dtype=a),
+    b_smem=swizzled_rows(stages, *b_block, dtype=b),
+    out_smem=swizzled_rows(tile.warpgroups, tile.slots, ROWS, width, dtype=out),
     edge_smem=plgpu.SMEM(edge, out),
     loaded=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
     free=plgpu.Barrier(num_arrivals=tile.warpgroups, num_barriers=stages),

@@ -5,6 +5,7 @@ In these kernels (matmuls and attention), one warpgroup loads blocks or tiles
 into shared memory, and the others, usually two, multiply them.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -70,10 +71,16 @@ def in_128_bytes(dtype: DTypeLike) -> int:
   return 128 // jnp.dtype(dtype).itemsize
 
 
-def rows_of_128_bytes(*shape: int, dtype: DTypeLike):
-  """Returns the type of shared memory in the swizzled layout of wgmma."""
+def swizzled_rows(*shape: int, dtype: DTypeLike):
+  """Returns the type of shared memory in a swizzled layout of wgmma.
+
+  Rows, along the last axis, must be multiples of 32 bytes. They are divided
+  into pieces of 128, 64 or 32 bytes, preferably long ones.
+  """
+  size = jnp.dtype(dtype).itemsize
+  piece = math.gcd(shape[-1] * size, 128)
   swizzled = (
-    plgpu.TilingTransform((8, in_128_bytes(dtype))),  # pyright: ignore[reportAbstractUsage]
-    plgpu.SwizzleTransform(128),  # pyright: ignore[reportAbstractUsage]
+    plgpu.TilingTransform((8, piece // size)),  # pyright: ignore[reportAbstractUsage]
+    plgpu.SwizzleTransform(piece),  # pyright: ignore[reportAbstractUsage]
   )
   return plgpu.SMEM(shape, dtype, transforms=swizzled)

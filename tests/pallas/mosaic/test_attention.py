@@ -93,6 +93,8 @@ CASES = [
   (AttentionKind(False, soft_cap=3.0), "sorted", 1, 1, 64, 256, SMALL),
   (AttentionKind(), "sorted", 2, 1, 128, 203, pick_tiles(128)),
   (AttentionKind(window=77), None, 2, 1, 256, 203, pick_tiles(256)),
+  (AttentionKind(False), None, 2, 1, 72, 203, pick_tiles(72)),
+  (AttentionKind(), "sorted", 1, 1, 96, 203, pick_tiles(96)),
 ]
 
 
@@ -110,6 +112,7 @@ def test_interpreted_kernels_match_the_softmax(
     inner = with_tile(monkeypatch, op.kernel("mosaic"), "pick_tiles", tiles)
     return functools.partial(inner, interpret=True)
 
+  monkeypatch.setattr(attention, "_HEAD_SIZES", (size,))
   interpret_pallas_call.reset_gpu_interpret_mode_state()
   residuals, gradients = run(*args, kind, jax.device_put(segments), kernel)
   assert not interpret_pallas_call.get_races().races_found
@@ -214,11 +217,17 @@ def test_attention_runs_on_mosaic_if_cudnn_cannot(
     (AttentionKind(False, soft_cap=30.0), None, (4, 1), 64, 1000),
     (AttentionKind(True, 100), "any", (8, 1), 64, 1024),
     (AttentionKind(), None, (2, 2), 64, 17),
+    (AttentionKind(False), None, (4, 4), 72, 729),
+    (AttentionKind(True, 300, 50.0), "sorted", (4, 2), 80, 1003),
+    (AttentionKind(), None, (4, 4), 96, 1024),
+    (AttentionKind(False), "sorted", (4, 4), 112, 1003),
+    (AttentionKind(soft_cap=50.0), None, (4, 2), 192, 1024),
   ],
 )
 def test_attention_kernels_on_a_gpu_match_definition(
-  kind, order, heads, size, t, dtype
+  kind, order, heads, size, t, dtype, monkeypatch
 ):
+  monkeypatch.setattr(attention, "_HEAD_SIZES", (size,))
   q, k, v, dout = arrays(*heads, t, size, dtype)
   segments = None if order is None else jnp.int32(segments_of(order, t))
   f = jax.jit(run, static_argnames=("kind", "how"))
