@@ -10,7 +10,8 @@ nvidia-cuda-nvdisasm or from a CUDA toolkit. Each fused step is compiled for an
 H200 (`benchmarks.aot`) and disassembled. A thread of the kernel processes 8
 values of a tile. If warpgroups take turns (`pallas.mosaic.turns`), the counts
 are those of a turn, without the start of the program. One of four warps also
-starts the copies for the next turn, so these instructions count a quarter.
+starts the copies for the next turn. Each of these instructions counts as a
+quarter.
 Codecs with a factored second moment are left out, because their step has two
 kernels.
 
@@ -100,8 +101,8 @@ def disassembler() -> Path:
 def opcodes(listing: str) -> collections.Counter[str]:
   """Counts the instructions in nvdisasm's listing, by opcode.
 
-  If the listing has a loop, counts those of one turn; a quarter of those that a
-  branch skips.
+  If the listing has a loop, counts those of one turn. An instruction that a
+  branch skips counts as a quarter.
   """
   lines = listing.splitlines()
   labels = {
@@ -112,12 +113,13 @@ def opcodes(listing: str) -> collections.Counter[str]:
     for i, line in enumerate(lines)
     if (found := _BRANCH.search(line))
   ]
-  # After EXIT, there is only padding: a branch to itself.
-  last = next(i for i, line in enumerate(lines) if "EXIT" in line)
-  turn = range(last)
+  # A listing ends with a branch to itself, which is padding.
   loops = [range(to, i + 1) for i, to in branches if to + 1 < i]
   if loops:
-    turn = max(loops, key=len)
+    # Loops that wait for barriers begin later.
+    turn = min(loops, key=lambda loop: loop.start)
+  else:
+    turn = range(next(i for i, line in enumerate(lines) if "EXIT" in line))
   skipped = [range(i + 1, to) for i, to in branches if i in turn and to in turn]
   total: collections.Counter[str] = collections.Counter()
   for i in turn:

@@ -124,12 +124,19 @@ def test_warpgroups_that_take_turns_do_not_spill(
   monkeypatch.setattr(leaf_step, "_takes_turns", lambda *_: True)
   codec = CODECS[name]
   args = *test_adam.problem(codec, dtype), *test_adam.numbers(1)
+  folder = tmp_path / "step"
   assert_no_spills(
     lambda *args: test_adam.by_kernel(codec, *args, interpret=False),
     *jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args),
-    folder=tmp_path / "step",
+    folder=folder,
     count=1,
   )
+  # Four arrays are copied before the loop. In the loop, warps wait for each
+  # other before the next tile is copied; the interpreter does not check this.
+  [ptx] = (path.read_text() for path in folder.glob("*.ptx"))
+  copies = [x.start() for x in re.finditer(r"cp\.async\.bulk\.tensor", ptx)]
+  assert len(copies) == 8
+  assert "bar.sync" in ptx[copies[3] : copies[4]]
 
 
 @pytest.mark.parametrize("shape", [(400, 384), (2, 64, 2, 128)])

@@ -32,7 +32,7 @@ from coat_jax.pallas.mosaic.attention_tiles import LOG2_E, Work
 from coat_jax.pallas.mosaic.attention_visits import segment_bounds
 from coat_jax.pallas.mosaic.wgmma import ROWS, WAVE
 
-# Head sizes with which the kernels have run on a GPU. They compile with all
+# The head sizes that have been tested on a GPU. The kernels compile with all
 # multiples of 8 up to 256.
 _HEAD_SIZES = (64, 128, 256)
 

@@ -7,8 +7,9 @@
                                        head
 
 Each of two warpgroups computes 64 rows of dq, or of dk and dv. But with head
-size 256, dk and dv do not both fit in a warpgroup's registers. A program then
-owns only 64 keys; the first warpgroup computes dv, and the second computes dk.
+sizes above 128, dk and dv do not both fit in a warpgroup's registers. A program
+then owns only 64 keys; the first warpgroup computes dv, and the second computes
+dk.
 
 No sum uses atomics, so every run returns the same bits.
 """

@@ -21,6 +21,7 @@ from jax.typing import DTypeLike
 
 from coat_jax.codecs.fp8 import ExpandedFP8
 from coat_jax.codecs.group import Encoded, GroupCodec, Plain
+from coat_jax.codecs.integers import LogUniform
 from coat_jax.numerics.stochastic import LeafPart, next_words, parameter_words
 from coat_jax.ops.capability import HOPPER, why_not_before
 from coat_jax.pallas.mosaic import (
@@ -156,18 +157,19 @@ def run(
 
 
 def _takes_turns(groups: GroupCodecs, dtype: DTypeLike) -> bool:
-  """Returns whether the step is faster on an H200 if warpgroups take turns.
+  """Returns whether warpgroups take turns; `dtype` is the gradient's.
 
-  A tile's own program would get so many registers that only 16 to 24 warps
-  would run on a multiprocessor, if both moments are rounded stochastically.
-  With weights and gradients in f32, codecs other than those that expand the
-  range are limited by memory bandwidth, which 20 warps reach.
+  They do where it is faster on an H200. If both moments are rounded
+  stochastically, a tile's own program gets so many registers that only 16 to 24
+  warps run on a multiprocessor. But with f32 gradients and weights, `log8` is
+  limited by memory bandwidth, which that many warps reach.
   """
-  is_stochastic = len(groups) == 2 and all(x.needs_noise for x in groups)
-  if not is_stochastic or device.why_not_hopper() is not None:
+  if device.why_not_hopper() is not None or len(groups) < 2:
     return False
-  expands = all(isinstance(x, ExpandedFP8) for x in groups)
-  return expands or dtype == jnp.bfloat16
+  faster: Any = ExpandedFP8
+  if dtype == jnp.bfloat16:
+    faster = ExpandedFP8, LogUniform
+  return all(isinstance(x, faster) and x.needs_noise for x in groups)
 
 
 # With this jit, leaves of the same shape are lowered and compiled only once.
@@ -200,9 +202,10 @@ def _step(scalars, place, g, p, stored, read, *, work: _Work):
     compiler_params=plgpu.CompilerParams(
       # Exact division, exp2 and log2 would take ten times as long.
       approx_math=True,
-      # No barriers are needed: threads share only statistics, each among the 16
-      # lanes of a group. A lane overwrites a statistic only after it has
-      # received what the other 15 lanes computed from the old value.
+      # In global memory, threads share only statistics, each among the 16 lanes
+      # of a group. A lane overwrites a statistic only after it has received
+      # what the other 15 lanes computed from the old value. For shared memory,
+      # `turns` has a barrier.
       unsafe_no_auto_barriers=True,
     ),
     interpret=plgpu.InterpretGPUParams(detect_races=work.takes_turns)

@@ -28,15 +28,12 @@ from coat_jax.pallas.mosaic.ptx import GROUP_LAYOUT, LAYOUT, ROWS, TILE
 
 
 def part(ref, start):
-  """Returns the part of an array in global memory that belongs to a tile.
-
-  The tile begins at group `start`.
-  """
+  """Returns the part of an array that belongs to the tile at group `start`."""
   return ref.at[pl.ds(start, ROWS)]
 
 
 def load(part) -> Array:
-  """Loads a tile, or the statistics of its groups."""
+  """Loads a tile, or the statistics of its groups, from any memory."""
   layout = LAYOUT if len(part.shape) == 2 else GROUP_LAYOUT
   return plgpu.load(part, layout=layout, optimized=False)
 

@@ -32,7 +32,7 @@ def take_turns(
 ) -> None:
   """Calls `compute(turn, tile, next tile)` for each tile of this warpgroup.
 
-  Tiles are numbered from 0 to `count`, which the next tile's number may exceed.
+  Tiles have numbers below `count`. If there is no next tile, its number is not.
   The kernel's axes must be "program" and "warpgroup".
   """
   workers = programs(count, interpret) * warpgroups
@@ -86,7 +86,7 @@ class Ahead(NamedTuple):
     warpgroup = lax.axis_index("warpgroup")
 
     def slot_of(turn):
-      return lax.rem(turn, 2)
+      return lax.rem(turn, jnp.int32(2))
 
     def loaded(turn):
       return self.loaded.at[2 * warpgroup + slot_of(turn)]

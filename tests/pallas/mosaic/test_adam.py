@@ -362,9 +362,10 @@ def test_kernel_rounding_is_unbiased_on_a_gpu(name):
 
 
 @pytest.mark.gpu
-def test_kernel_supports_leaves_of_more_than_2_31_values():
+@pytest.mark.parametrize("name", ["coat", "coat_nearest"])
+def test_kernel_supports_leaves_of_more_than_2_31_values(name):
   # Only the last groups are nonzero, and a wrong offset would not update them.
-  codec, rows = CODECS["coat_nearest"], (1 << 24) + 8
+  codec, rows = CODECS[name], (1 << 24) + 8
   zeros = jax.jit(lambda: jnp.zeros((rows, 128), jnp.bfloat16))()
   stored = jax.jit(
     lambda: jax.tree.map(

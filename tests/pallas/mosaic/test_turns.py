@@ -31,7 +31,7 @@ def compare(monkeypatch, codec, args):
 
 @pytest.mark.parametrize("tiles", quick(1, [17, 1, 14, 28]))
 def test_warpgroups_compute_all_tiles(monkeypatch, tiles):
-  # Of 2 x 7 warpgroups, some process one tile and some none, one or two more.
+  # Two programs run, or one for a single tile. Each has seven warpgroups.
   codec = codecs.coat(rounding="nearest")
   args = problem(codec, jnp.float32, shape=(tiles, 1024))
   compare(monkeypatch, codec, (*args, *numbers(1)))
@@ -52,6 +52,13 @@ def test_24_bit_weights_are_updated(monkeypatch, name):
   compare(monkeypatch, codec, (*args, *numbers(1)))
 
 
+def test_indices_may_have_64_bits(monkeypatch):
+  codec = codecs.coat()
+  args = problem(codec, jnp.float32, shape=(16, 1024))
+  with jax.enable_x64(True):
+    compare(monkeypatch, codec, (*args, *numbers(1)))
+
+
 def test_updates_are_computed_without_a_parameter(monkeypatch):
   codec = codecs.coat()
   _, g, stored = problem(codec, jnp.bfloat16, shape=(16, 1024))
@@ -66,6 +73,7 @@ def test_updates_are_computed_without_a_parameter(monkeypatch):
     (codecs.coat_e8m0(), jnp.float32, True),
     (codecs.coat(rounding="nearest"), jnp.bfloat16, False),
     (codecs.coat(second="factored"), jnp.bfloat16, False),
+    (codecs.fp8(), jnp.bfloat16, False),
     (codecs.log8(), jnp.float32, False),
     (codecs.log8(), jnp.bfloat16, True),
   ],
