@@ -20,7 +20,6 @@ from coat_jax.layers import (
   with_weight_cache,
 )
 from tests.comparing import assert_same_bits, jit
-from tests.matrices import quick
 
 CACHES = ("none", "scale", "codes")
 
@@ -59,13 +58,11 @@ def stack(recipe, depth=2):
   return run, params
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "preset, cached",
-  quick(
-    1,
-    itertools.product(
-      [fp8_experts, recipes.coat, recipes.fp8_linear], ["codes", "scale"]
-    ),
+  itertools.product(
+    [fp8_experts, recipes.coat, recipes.fp8_linear], ["codes", "scale"]
   ),
 )
 def test_results_with_a_cache_match_bit_for_bit(preset, cached):

@@ -86,6 +86,7 @@ def test_frozen_parts_have_no_state(folder):
       assert {*kernels} == {jnp.dtype(dtype)}
 
 
+@pytest.mark.slow
 def test_clipping_has_a_gradient_norm_for_each_layer(folder):
   config = config_of(
     folder,
