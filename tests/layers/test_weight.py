@@ -61,8 +61,10 @@ def stack(recipe, depth=2):
 @pytest.mark.slow
 @pytest.mark.parametrize(
   "preset, cached",
-  itertools.product(
-    [fp8_experts, recipes.coat, recipes.fp8_linear], ["codes", "scale"]
+  list(
+    itertools.product(
+      [fp8_experts, recipes.coat, recipes.fp8_linear], ["codes", "scale"]
+    )
   ),
 )
 def test_results_with_a_cache_match_bit_for_bit(preset, cached):

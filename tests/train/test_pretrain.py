@@ -254,7 +254,6 @@ def test_too_little_memory_is_reported_in_one_line(
   assert "raise --accumulate" in last and "train.plan" in last
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("call", ["os.fsync", "pathlib.Path.write_text"])
 def test_full_disk_at_the_start_is_reported_with_the_folder(
   call, tmp_path, monkeypatch, capsys
