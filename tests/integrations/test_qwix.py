@@ -54,7 +54,6 @@ def model():
 X = jax.random.normal(jax.random.key(0), (2, 8, 64), BF16)
 
 
-@pytest.mark.slow
 def test_matmuls_with_weights_match_linear(model):
   fp8 = qwix.quantize_model(model, CoatProvider(), X)
   want = apply_with(

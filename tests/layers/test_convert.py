@@ -168,7 +168,6 @@ def test_fp8_gradients_of_all_parameters_are_close_to_the_model(
     assert relative(gradient[...], want[path][...]) < 3 * 0.14, path
 
 
-@pytest.mark.slow
 def test_training_lowers_the_loss_and_updates_the_original():
   model, new, _, x = converted("transformer", has_blocks=True)
   optimizer = nnx.Optimizer(new, coat_adamw(1e-2), wrt=nnx.Param)

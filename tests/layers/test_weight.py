@@ -20,6 +20,7 @@ from coat_jax.layers import (
   with_weight_cache,
 )
 from tests.comparing import assert_same_bits, jit
+from tests.matrices import quick
 
 CACHES = ("none", "scale", "codes")
 
@@ -58,13 +59,13 @@ def stack(recipe, depth=2):
   return run, params
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
   "preset, cached",
-  list(
+  quick(
+    1,
     itertools.product(
       [fp8_experts, recipes.coat, recipes.fp8_linear], ["codes", "scale"]
-    )
+    ),
   ),
 )
 def test_results_with_a_cache_match_bit_for_bit(preset, cached):

@@ -39,8 +39,9 @@ def pulled(model, dhidden):
   )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes", ["", "data=2,fsdp=2,tensor=2"])
+@pytest.mark.parametrize(
+  "sizes", ["", pytest.param("data=2,fsdp=2,tensor=2", marks=pytest.mark.slow)]
+)
 def test_packed_documents_match_separate_rows(sizes):
   rng = np.random.default_rng(0)
   tokens = rng.integers(0, V, (4, 12), np.int32)

@@ -182,7 +182,6 @@ def layer(params, x):
   return x + jnp.tanh(x @ params["up"]) @ params["down"]
 
 
-@pytest.mark.slow
 def test_step_in_backward_matches_an_ordinary_step():
   rng = np.random.default_rng(0)
   params = {

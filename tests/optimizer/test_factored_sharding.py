@@ -129,7 +129,6 @@ def train(optimizer, step, mesh=None):
   return params, state
 
 
-@pytest.mark.slow
 def test_checkpoint_is_restored_on_another_mesh(tmp_path):
   optimizer = coat_adamw(1e-2, codec=CODEC)
   _, state = run(optimizer, make_mesh())

@@ -130,8 +130,7 @@ def test_encoded_fields_start_as_encoded_leaves_of_zeros(variant):
   check_state(codec, jit(solver.init)(parameters()), noise_like)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["coat", "log8"])
+@pytest.mark.parametrize("name", quick(1, ["coat", "log8"]))
 def test_first_state_is_the_same_without_jit(name):
   codec = codecs.build(name, group_size=16)
   params = parameters() | {"c": jnp.ones(3, jnp.complex64), "s": jnp.ones(())}

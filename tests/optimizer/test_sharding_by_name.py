@@ -103,14 +103,16 @@ SOLVERS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
   "name, kind",
-  [
-    ("coat_adamw", AxisType.Auto),
-    ("coat_adamw", AxisType.Explicit),
-    ("encoded", AxisType.Auto),
-  ],
+  quick(
+    1,
+    [
+      ("coat_adamw", AxisType.Auto),
+      ("coat_adamw", AxisType.Explicit),
+      ("encoded", AxisType.Auto),
+    ],
+  ),
 )
 def test_each_device_stores_its_share_of_an_nnx_optimizer(name, kind, tmp_path):
   make = optimizer_of(SOLVERS[name]())
@@ -160,8 +162,7 @@ def test_each_device_stores_its_share_of_an_nnx_optimizer(name, kind, tmp_path):
   )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", quick(1, [AxisType.Auto, AxisType.Explicit]))
 def test_each_device_stores_its_share_of_low_bytes(kind):
   solver = optax.chain(coat_adamw(1e-4), stochastic_rounding(low_bits=True))
   make = optimizer_of(solver, jnp.bfloat16)

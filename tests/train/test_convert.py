@@ -109,7 +109,6 @@ def described(path):
   return found, configuration(description)
 
 
-@pytest.mark.slow
 def test_export_restores_into_the_state_of_optax_adamw(halfway, tmp_path):
   assert command("export", halfway, tmp_path / "adamw") == 0
   found, made = described(halfway)

@@ -272,7 +272,6 @@ def imported(tmp_path_factory):
   return run
 
 
-@pytest.mark.slow
 def test_commands_that_fail_or_are_stopped_leave_nothing(
   imported, tmp_path, monkeypatch, capsys
 ):

@@ -134,7 +134,6 @@ def test_run_learns_and_its_export_has_the_logged_held_out_loss(
   assert found[8] == pytest.approx(exact, abs=1e-5)
 
 
-@pytest.mark.slow
 def test_log_counts_targets_and_padding(finished, checkpoint, data):
   rows = [r for r in read_metrics(finished / "metrics.jsonl") if "loss" in r]
   config, source = source_of(checkpoint, data)
@@ -170,7 +169,6 @@ def test_chat_with_a_finished_run_prints_only_the_answer(finished, capsys):
   assert "What is" not in output and "weights of step 8" in errors
 
 
-@pytest.mark.slow
 def test_interrupted_run_resumes_bit_for_bit(
   finished, checkpoint, data, tmp_path, capsys
 ):

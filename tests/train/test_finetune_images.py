@@ -86,7 +86,6 @@ def test_frozen_parts_have_no_state(folder):
       assert {*kernels} == {jnp.dtype(dtype)}
 
 
-@pytest.mark.slow
 def test_clipping_has_a_gradient_norm_for_each_layer(folder):
   config = config_of(
     folder,

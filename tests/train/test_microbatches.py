@@ -5,7 +5,6 @@ import dataclasses
 import re
 
 import jax
-import pytest
 
 from tests.comparing import jit
 from tests.train.runs import MODEL
@@ -33,7 +32,6 @@ def collectives(program):
   return [found[1] for found in COLLECTIVE.finditer(program.as_text())]
 
 
-@pytest.mark.slow
 def test_microbatches_move_no_tokens():
   run = Trained(CONFIG)
   tokens = run.batch.update(shape=(CONFIG.batch, CONFIG.seq + 1))

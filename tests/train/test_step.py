@@ -48,7 +48,6 @@ def trained():
   return train(SMALL)
 
 
-@pytest.mark.slow
 def test_fp8_losses_follow_those_of_f32(trained):
   # test_step_against_optax compares f32 steps with optax. Here, f32 losses fall
   # by 0.35. When measured, FP8 losses differed from them by at most 0.002.

@@ -85,7 +85,6 @@ def test_probe_agrees_with_numpy_and_costs_little():
   assert seconds[0] < 2 * seconds[1]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["coat_lion", "coat_muon"])
 def test_codes_of_all_states_of_an_optimizer_are_counted(optimizer):
   optim = dataclasses.replace(CONFIG.optim, optimizer=optimizer)

@@ -121,8 +121,7 @@ def test_gradients_have_the_dtypes_of_stored_weights():
   )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", quick(1, ["bfloat16", "float32"]))
 def test_sums_over_microbatches_have_the_requested_dtype(dtype):
   # Without FP8, layers round a microbatch as they round the whole batch.
   (_, want), _ = summed(1, recipe="bf16", compute="float32")

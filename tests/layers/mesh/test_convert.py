@@ -8,6 +8,7 @@ from jax.sharding import AxisType
 from coat_jax import layers, recipes
 from coat_jax.layers import convert
 from tests.layers.mesh.test_rule import D, F, check
+from tests.matrices import quick
 
 
 class FeedForward(nnx.Module):
@@ -36,14 +37,16 @@ class Model(nnx.Module):
     return x + self.mlp(x)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
   "sizes, kind",
-  [
-    ((2, 2, 2), AxisType.Auto),
-    ((2, 4, 1), AxisType.Auto),
-    ((2, 2, 2), AxisType.Explicit),
-  ],
+  quick(
+    1,
+    [
+      ((2, 2, 2), AxisType.Auto),
+      ((2, 4, 1), AxisType.Auto),
+      ((2, 2, 2), AxisType.Explicit),
+    ],
+  ),
 )
 def test_converted_model_on_a_mesh_matches_one_device(sizes, kind):
   def make(recipe):

@@ -90,8 +90,7 @@ def without_preference(params):
   return params | dict(router=jnp.zeros((D, E)))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", [FP8, recipes.bf16()])
+@pytest.mark.parametrize("recipe", quick(1, [FP8, recipes.bf16()]))
 def test_all_tokens_may_choose_the_experts_of_one_device(recipe):
   x, dy = arrays()
   f, params = build(recipe, E)
@@ -173,8 +172,9 @@ def test_ragged_exchange_matches_one_device(monkeypatch):
   assert_close(on_mesh(FP8, (2, 1, 4, 1), params, x, dy), wanted, 5e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", [FP8, recipes.coat(), recipes.bf16()])
+@pytest.mark.parametrize(
+  "recipe", quick(1, [FP8, recipes.coat(), recipes.bf16()])
+)
 def test_unused_rows_change_nothing(recipe, monkeypatch):
   """Puts NaN into unused rows, which no amax or gradient may read."""
 

@@ -165,15 +165,17 @@ class PostNormed(nnx.Module):
     return self.mlp(self.attention(x))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
   "recipe, sizes, norm, kind",
-  [
-    (recipes.coat(), (2, 2, 2), "rms", AxisType.Auto),
-    (recipes.coat(), (1, 8, 1), None, AxisType.Auto),
-    (recipes.coat(), (2, 2, 2), None, AxisType.Explicit),
-    (recipes.fp8_linear(), (2, 2, 2), None, AxisType.Auto),
-  ],
+  quick(
+    1,
+    [
+      (recipes.coat(), (2, 2, 2), "rms", AxisType.Auto),
+      (recipes.coat(), (1, 8, 1), None, AxisType.Auto),
+      (recipes.coat(), (2, 2, 2), None, AxisType.Explicit),
+      (recipes.fp8_linear(), (2, 2, 2), None, AxisType.Auto),
+    ],
+  ),
 )
 def test_post_norms_on_a_mesh_match_one_device(recipe, sizes, norm, kind):
   check(lambda r: PostNormed(r, norm), recipe, sizes, kind)

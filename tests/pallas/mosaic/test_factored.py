@@ -21,7 +21,7 @@ NEAREST = codecs.coat(second="factored", rounding="nearest")
 SHAPES = (400, 384), (2, 64, 2, 128), (2, 512, 128)
 
 
-@pytest.fixture(autouse=True, params=quick(1, [6, 32]))
+@pytest.fixture(autouse=True, params=[32, 6])
 def many_tiles(monkeypatch, request):
   """Makes each program process many tiles, as it does for large arrays.
 

@@ -143,15 +143,17 @@ def in_16_bits(operands, dtype):
   return [a.astype(dtype) for a in (x * x_scale, g * g_scale, w)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
   "name, tile, dtype",
-  [
-    ("uneven", "three", jnp.bfloat16),
-    ("left_over", "three", jnp.float16),
-    ("one", "two", jnp.bfloat16),
-    ("none", "two", jnp.bfloat16),
-  ],
+  quick(
+    1,
+    [
+      ("uneven", "three", jnp.bfloat16),
+      ("left_over", "three", jnp.float16),
+      ("one", "two", jnp.bfloat16),
+      ("none", "two", jnp.bfloat16),
+    ],
+  ),
 )
 def test_interpreted_kernel_multiplies_16_bit_operands(name, tile, dtype):
   *operands, sizes = arrays(name, d=256, f=128)

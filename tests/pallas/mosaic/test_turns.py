@@ -45,8 +45,7 @@ def test_one_layer_is_updated(monkeypatch):
   )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["log8", "coat_e8m0"])
+@pytest.mark.parametrize("name", quick(1, ["log8", "coat_e8m0"]))
 def test_24_bit_weights_are_updated(monkeypatch, name):
   codec = getattr(codecs, name)()
   args = split_problem(codec, shape=(16, 1024))
@@ -60,7 +59,6 @@ def test_indices_may_have_64_bits(monkeypatch):
     compare(monkeypatch, codec, (*args, *numbers(1)))
 
 
-@pytest.mark.slow
 def test_updates_are_computed_without_a_parameter(monkeypatch):
   codec = codecs.coat()
   _, g, stored = problem(codec, jnp.bfloat16, shape=(16, 1024))

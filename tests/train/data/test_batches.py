@@ -65,7 +65,6 @@ def test_batch_size_does_not_change_the_order_of_sequences(embedded):
   np.testing.assert_array_equal(np.concatenate(ones), np.concatenate(whole))
 
 
-@pytest.mark.slow
 @given(
   size=st.integers(300, 3000),
   held_out=st.floats(0.05, 0.5),

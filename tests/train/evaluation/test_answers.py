@@ -225,7 +225,6 @@ def test_bad_input_is_refused(folder, tmp_path, options, message, capsys):
   assert message in shown and "Traceback" not in shown
 
 
-@pytest.mark.slow
 def test_bad_rows_are_skipped_if_asked(folder, tmp_path, capsys):
   data = tmp_path / "rows.json"
   data.write_text(json.dumps(rows("t9")))  # Without its images.

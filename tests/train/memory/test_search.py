@@ -34,7 +34,6 @@ def found_by(capsys, *options):
   return trained(line), out
 
 
-@pytest.mark.slow
 def test_documented_search_fits_13b_on_one_gpu_of_80_gb(capsys):
   text = (DOCS / "plan.md").read_text()
   (line,) = re.findall(r"python -m train.plan (llama2_13b.*)", text)
