@@ -11,9 +11,8 @@ H200 (`benchmarks.aot`) and disassembled. A thread of the kernel processes 8
 values of a tile. If warpgroups take turns (`pallas.mosaic.turns`), the counts
 are those of a turn, without the start of the program. One of four warps also
 starts the copies for the next turn. Each of these instructions counts as a
-quarter.
-Codecs with a factored second moment are left out, because their step has two
-kernels.
+quarter. Codecs with a factored second moment are left out, because their step
+has two kernels.
 
 The command prints a JSON row, `optimizer.instructions`, for each combination of
 codec, rounding and weight format:

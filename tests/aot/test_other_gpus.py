@@ -24,7 +24,6 @@ from benchmarks.ops import all_cases
 from coat_jax import codecs, ops, recipes
 from coat_jax.ops import capability
 from coat_jax.optimizer.fused import fused_coat_adamw, fused_coat_lion
-from coat_jax.pallas.mosaic import leaf_step
 from tests.aot.compiling import (
   custom_calls,
   fp8_matmul_calls,
@@ -135,7 +134,6 @@ NEXT = "--- next operation ---"
 def compile_refused(name: str) -> None:
   """Compiles operations for an A100 although they refuse it; prints errors."""
   capability.capability = lambda: None  # Now nothing is refused.
-  leaf_step._takes_turns = lambda *_: False  # Turns need Hopper's copies, too.
   for case in CASES:
     casts = "quantize_rows", "quantize_experts"
     if case.op in (*WITHOUT_E4M3, "tensor_scale", *casts):
@@ -252,6 +250,10 @@ def test_optimizer_step_is_a_kernel_only_on_hopper_and_newer(gpu):
 
 def compile_step_unchecked(gpu: str) -> None:
   capability.capability = lambda: None  # Now nothing is refused.
+  # Modules that import this function must be imported after it is replaced.
+  from coat_jax.pallas.mosaic import leaf_step
+
+  leaf_step._takes_turns = lambda *_: False  # Turns need Hopper's copies, too.
   optimizer = fused_coat_adamw(1e-3)
   params = jax.ShapeDtypeStruct((4096, 1024), F32)
   state = jax.eval_shape(optimizer.init, params)

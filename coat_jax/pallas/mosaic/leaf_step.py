@@ -269,8 +269,8 @@ def _kernel(
 
   def compute(tile, load):
     g, *old = load(parts(tile))
-    p, stored = treedef.unflatten(old)
-    _compute(tile * ROWS, before, g, p, stored, refs, work=work, shape=shape)
+    values = g, *treedef.unflatten(old)
+    _compute(tile * ROWS, before, values, refs, work, shape)
 
   if ahead is None:
     load = functools.partial(map, registers.load)
@@ -280,13 +280,13 @@ def _kernel(
     ahead.take_turns(compute, parts, count, work.interpret)
 
 
-def _compute(
-  start, before, g, p, stored, refs: _Refs, *, work: _Work, shape
-) -> None:
+def _compute(start, before, values, refs: _Refs, work: _Work, shape) -> None:
   """Computes the step of the tile that begins at group `start` of g.
 
-  In arrays that are overwritten, it begins `before` groups later.
+  In arrays that are overwritten, it begins `before` groups later. `values` are
+  the tile's g, p and moments.
   """
+  g, p, stored = values
   factored = ()
   if work.factors is not None:
     rows_gmem, columns_gmem = refs.factors
