@@ -32,9 +32,7 @@ from coat_jax.pallas.mosaic.attention_tiles import LOG2_E, Work
 from coat_jax.pallas.mosaic.attention_visits import segment_bounds
 from coat_jax.pallas.mosaic.wgmma import ROWS, WAVE
 
-# The head sizes that have been tested on a GPU. The kernels compile with all
-# multiples of 8 up to 256.
-_HEAD_SIZES = (64, 128, 256)
+_MAX_HEAD_SIZE = 256  # Sums of 64 x 256 occupy half of a thread's registers.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,16 +74,18 @@ def _why_not(q, k, v, **_) -> str | None:
       "the Mosaic kernel needs q, k and v all in bfloat16 or all in float16, "
       f"got {q.dtype}, {k.dtype} and {v.dtype}"
     )
-  if q.shape[-1] not in _HEAD_SIZES:
-    sizes = ", ".join(map(str, _HEAD_SIZES))
-    return f"the Mosaic kernel supports head sizes {sizes}, got {q.shape[-1]}"
+  *leading, h = q.shape
+  if h % 8 or h > _MAX_HEAD_SIZE:
+    return (
+      "the Mosaic kernel needs head sizes that are multiples of 8 up to "
+      f"{_MAX_HEAD_SIZE}, got {h}"
+    )
   if q.shape[1] != k.shape[1]:
     return (
       "the Mosaic kernel needs as many queries as keys, got "
       f"{q.shape[1]} and {k.shape[1]}"
     )
-  *leading, h = q.shape
-  return supported.why_not_shape((*leading, h + -h % 16))
+  return supported.why_not_shape((*leading, _padded_size(h)))
 
 
 @kernel(_why_not)
@@ -165,19 +165,21 @@ def _work(tile: Tile, q, k, segments, kind, interpret, of_queries=True) -> Work:
     step=tile.step,
     stages=tile.stages,
     heads=n // k.shape[2],
-    head_dim=h + -h % 16,
+    head_dim=_padded_size(h),
     has_segments=segments is not None,
     interpret=interpret,
   )
 
 
-def _padded(x: Array) -> Array:
-  """Pads x [B, T, ..., H] with zeros.
+def _padded_size(h: int) -> int:
+  """Returns a head's size in the kernels, a multiple of 16."""
+  return h + -h % 16
 
-  T becomes a multiple of 8, at least 128, and H becomes a multiple of 16.
-  """
-  t, h = x.shape[1], x.shape[-1]
-  missing = max(-t % 8, WAVE - t), -h % 16
+
+def _padded(x: Array) -> Array:
+  """Pads x [B, T, N, H] with zeros; T becomes a multiple of 8, at least 128."""
+  _, t, _, h = x.shape
+  missing = max(-t % 8, WAVE - t), _padded_size(h) - h
   if missing == (0, 0):
     return x
   return jnp.pad(x, [(0, 0), (0, missing[0]), (0, 0), (0, missing[1])])
