@@ -154,14 +154,16 @@ def test_operation_without_a_gpu_is_its_definition(case):
   assert programs[0] == programs[1]
 
 
-def lowered(case) -> str:
-  specs = jax.eval_shape(case.arrays)
-  return lowered_for_h200(functools.partial(case.call, case.operation), *specs)
-
-
 @of_cases(Sizes(), having="mosaic")
 def test_mosaic_kernel_is_in_the_program_for_a_gpu(case):
-  assert "mosaic_gpu" in lowered(case)
+  # Also vmap the call, with 64-bit indices; tests/aot compiles plain calls.
+  specs = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype),
+    jax.eval_shape(case.arrays),
+  )
+  with jax.enable_x64(True):
+    run = jax.vmap(functools.partial(case.call, case.operation))
+    assert "mosaic_gpu" in lowered_for_h200(run, *specs)
   if case.op.startswith("attention"):
     return  # Attention's wrapper transposes the log-sum-exp.
   # If a wrapper transposed a kernel's input, XLA would compute the input twice.
@@ -172,7 +174,9 @@ def test_mosaic_kernel_is_in_the_program_for_a_gpu(case):
 
 @of_cases(Sizes(), having="cublas")
 def test_cublas_algorithm_is_in_the_program_for_a_gpu(case):
-  assert "algorithm = <" in lowered(case)
+  specs = jax.eval_shape(case.arrays)
+  call = functools.partial(case.call, case.operation)
+  assert "algorithm = <" in lowered_for_h200(call, *specs)
 
 
 @of_cases(Sizes(), having="xla")

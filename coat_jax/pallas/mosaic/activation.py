@@ -124,7 +124,7 @@ def _load_tiles(refs, place, interpret: bool) -> list[Array]:
 
 def _why_not_fwd(parts, **options) -> str | None:
   return (
-    device.why_not_rows()
+    device.why_not_conversions()
     or supported.why_not_activation_fwd(parts, **options)
     or rows.why_not_list(parts[0].qvalue.shape)
   )
@@ -157,7 +157,7 @@ def activation_fwd(
     [jax.ShapeDtypeStruct(shape, E4M3)],
     grid=(pl.cdiv(like.qvalue.size, size),),
     interpret=interpret,
-    name="activation_fwd",
+    kernel_name="activation_fwd",
   )
   return Operand(in_rows.reshape(like.qvalue.shape), None, scale)
 
@@ -178,7 +178,7 @@ def _fwd_kernel(factor_gmem, *refs, count, activation, interpret):
 
 def _why_not_bwd(dy, **options) -> str | None:
   return (
-    device.why_not_rows()
+    device.why_not_conversions()
     or supported.why_not_activation_bwd(dy, **options)
     or tiles.why_not(dy.shape)
   )
@@ -215,7 +215,7 @@ def activation_bwd_operands(
     [scales.maxima(programs), None if factor is None else of_groups],
     grid=(programs,),
     interpret=interpret,
-    name="activation_bwd_bound",
+    kernel_name="activation_bwd_bound",
   )
   dx_scale, read = scales.bits_to_shared_scale(bits, gradient, interpret)
   # GPUs other than Hopper may lack the shared memory for tiles of 64 rows.
@@ -241,10 +241,10 @@ def activation_bwd_operands(
     grid=grid,
     # With a gate, five would spill.
     warpgroups=4 if len(parts) == 2 else 5,
-    scratch=[row_ptx.SUMS] * has_sums
+    scratch_types=[row_ptx.SUMS] * has_sums
     + [row_ptx.scratch(height)] * (len(parts) + 1),
     interpret=interpret,
-    name="activation_bwd_operands",
+    kernel_name="activation_bwd_operands",
   )
   assert in_rows is not None
   if sums is not None:

@@ -53,7 +53,7 @@ class _BlockLoad(Load):
 def _why_not_input(x, gated, **options) -> str | None:
   width = x.shape[-1] // (1 + gated)
   return (
-    device.why_not_rows()
+    device.why_not_conversions()
     or supported.why_not_activation_input(x, gated=gated, **options)
     or tiles.why_not((*x.shape[:-1], width))
   )
@@ -98,7 +98,7 @@ def activation_input(
     + [scales.maxima(programs)],
     grid=(programs,),
     interpret=interpret,
-    name="activation_input",
+    kernel_name="activation_input",
   )
   parts = tuple(
     QTensor(codes.reshape(*leading, f), scale.reshape(*leading, f // g), g)

@@ -30,6 +30,7 @@ from coat_jax.pallas.mosaic.attention_backward import (
 from coat_jax.pallas.mosaic.attention_forward import forward
 from coat_jax.pallas.mosaic.attention_tiles import LOG2_E, Work
 from coat_jax.pallas.mosaic.attention_visits import segment_bounds
+from coat_jax.pallas.mosaic.tiles import MAX_ACROSS
 from coat_jax.pallas.mosaic.wgmma import ROWS, WAVE
 
 _MAX_HEAD_SIZE = 256  # Sums of 64 x 256 occupy half of a thread's registers.
@@ -75,6 +76,7 @@ def _why_not(q, k, v, **_) -> str | None:
       f"got {q.dtype}, {k.dtype} and {v.dtype}"
     )
   *leading, h = q.shape
+  batch, _, heads = leading
   if h % 8 or h > _MAX_HEAD_SIZE:
     return (
       "the Mosaic kernel needs head sizes that are multiples of 8 up to "
@@ -84,6 +86,11 @@ def _why_not(q, k, v, **_) -> str | None:
     return (
       "the Mosaic kernel needs as many queries as keys, got "
       f"{q.shape[1]} and {k.shape[1]}"
+    )
+  if max(batch, heads) > MAX_ACROSS:
+    return (
+      f"the Mosaic kernel supports at most {MAX_ACROSS} sequences and heads, "
+      f"got {batch} and {heads}"
     )
   return supported.why_not_shape((*leading, _padded_size(h)))
 
@@ -158,7 +165,8 @@ def _row_terms(
 def _work(tile: Tile, q, k, segments, kind, interpret, of_queries=True) -> Work:
   _, t, n, h = q.shape
   return Work(
-    kind=dataclasses.replace(kind.among(t), scale=kind.scale_of(h)),
+    kind=kind.among(t),
+    scale=kind.scale_of(h),
     length=t,
     of_queries=of_queries,
     own=tile.own,

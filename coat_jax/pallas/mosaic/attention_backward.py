@@ -115,7 +115,7 @@ def _backward_q(
     _, sums = work.visits(segments).run(step, carry)
     # Only this warpgroup reads these rows of q, so it may overwrite them.
     [q_rows] = work.rows_of(q_smem)
-    q_rows[...] = (sums * scores.scale).astype(q_rows.dtype)
+    q_rows[...] = (sums * work.scale).astype(q_rows.dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(q_rows, dq.at[b, own, head])
     plgpu.wait_smem_to_gmem(0)
@@ -193,7 +193,7 @@ def _backward_kv(
     k_rows, v_rows = work.rows_of(k_smem, v_smem)
     own = pl.ds(scores.start, ROWS)
     if dk_sums is not None:
-      k_rows[...] = (dk_sums * scores.scale).astype(k_rows.dtype)
+      k_rows[...] = (dk_sums * work.scale).astype(k_rows.dtype)
     if dv_sums is not None:
       v_rows[...] = dv_sums.astype(v_rows.dtype)
     plgpu.commit_smem()

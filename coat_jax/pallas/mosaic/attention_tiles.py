@@ -51,7 +51,8 @@ class Work:
   step: int  # Number of positions in a visited tile.
   stages: int  # Number of slots in the ring.
   heads: int  # Number of query heads that read one key head.
-  head_dim: int
+  scale: float  # Factor of q k^T.
+  head_dim: int  # Padded to a multiple of 16.
   has_segments: bool
   interpret: bool
 
@@ -211,18 +212,16 @@ class Scores(NamedTuple):
     return cls(work, start, ids)
 
   @property
-  def scale(self) -> float:
-    return self.work.kind.scale_of(self.work.head_dim)
-
-  @property
   def unit(self) -> float:
     cap = self.work.kind.soft_cap
-    return (self.scale if cap is None else cap) * LOG2_E
+    return (self.work.scale if cap is None else cap) * LOG2_E
 
   def of(self, products: Array) -> Array:
     """Computes x from q k^T."""
     cap = self.work.kind.soft_cap
-    return products if cap is None else self._tanh(products, self.scale / cap)
+    return (
+      products if cap is None else self._tanh(products, self.work.scale / cap)
+    )
 
   def masked(self, x: Array, hidden: float, tile: Array, ids: list) -> Array:
     """Replaces masked scores in x by `hidden`.

@@ -58,7 +58,7 @@ def join_columns(parts: Array, *, interpret: bool = False) -> Array:
     [jax.ShapeDtypeStruct((f, count * k), parts.dtype)],
     grid=(pl.cdiv(f, row_ptx.COLUMNS), count * pl.cdiv(k, _WIDTH)),
     interpret=interpret,
-    name="join_columns",
+    kernel_name="join_columns",
   )
   return joined
 
@@ -100,9 +100,9 @@ def turn_codes(codes: Array, *, interpret: bool = False) -> Array:
     [matrices],
     [jax.ShapeDtypeStruct((len(matrices), n, m), codes.dtype)],
     grid=(across, len(matrices) * down),
-    scratch=[row_ptx.scratch(height)],
+    scratch_types=[row_ptx.scratch(height)],
     interpret=interpret,
-    name="turn_codes",
+    kernel_name="turn_codes",
   )
   return turned.reshape(*leading, n, m)
 

@@ -6,7 +6,7 @@ import jax
 from coat_jax.ops.capability import FP8, HOPPER, capability, why_not_before
 
 
-def why_not_rows() -> str | None:
+def why_not_conversions() -> str | None:
   """Returns why the GPU cannot run kernels that convert to FP8, or None."""
   return why_not_before(FP8, "a Mosaic kernel that converts to FP8")
 
@@ -14,7 +14,8 @@ def why_not_rows() -> str | None:
 def why_not_hopper() -> str | None:
   """Returns why the target GPU cannot run kernels for Hopper, or None.
 
-  If the target GPU is unknown, returns None only on a host without a GPU.
+  If the target GPU is unknown, assumes Hopper on a host without a GPU, and
+  gives a reason on a host with one.
   """
   found = capability()
   is_unknown = found is None and jax.default_backend() == "gpu"

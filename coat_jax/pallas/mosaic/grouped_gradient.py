@@ -116,11 +116,10 @@ def _sum_tokens(
 
   def add_block(j, carry):
     step, is_held, total = carry
-    slot = work.slot(step)
-    pl.when(~is_held)(lambda: plgpu.barrier_wait(memory.loaded.at[slot]))
+    pl.when(~is_held)(lambda: memory.ring.wait(step))
     start = (entry.first + j) * work.depth
     partial = _product_of_own(
-      work, entry.begin - start, entry.end - start, slot, memory
+      work, entry.begin - start, entry.end - start, step, memory
     )
     is_held = entry.end < start + work.depth
     _release(work, step, ~is_held, memory)
@@ -131,13 +130,12 @@ def _sum_tokens(
 
 
 def _release(work: Work, step: Array, condition: Array, memory: Memory) -> None:
-  slot = work.slot(step)
-  pl.when(condition)(lambda: plgpu.barrier_arrive(memory.free.at[slot]))
+  pl.when(condition)(lambda: memory.ring.release(step, work.interpret))
 
 
-def _product_of_own(work: Work, begin, end, slot, memory: Memory) -> Array:
-  """Multiplies tokens [begin, end) of a slot's blocks."""
-  rows, columns = blocks_at(work, slot, memory)
+def _product_of_own(work: Work, begin, end, step, memory: Memory) -> Array:
+  """Multiplies tokens [begin, end) of a step's blocks."""
+  rows, columns = blocks_at(work, step, memory)
   if work.a_k_first:
     _clear_others(work, rows, begin, end)
     return product(work, rows.T, columns)

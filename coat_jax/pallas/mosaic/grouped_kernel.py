@@ -29,6 +29,7 @@ from jax.typing import DTypeLike
 
 from coat_jax.numerics.scaling import BLOCK
 from coat_jax.pallas.mosaic.grouped_table import Entry
+from coat_jax.pallas.mosaic.ring import Ring
 from coat_jax.pallas.mosaic.wgmma import (
   LAYOUT,
   REGISTERS,
@@ -79,10 +80,6 @@ class Work:
     """Returns the index of a block of operand b."""
     return (block, columns) if self.b_k_first else (columns, block)
 
-  def slot(self, step: Array) -> Array:
-    """Returns the stage of shared memory that holds the step-th block."""
-    return lax.rem(step, jnp.int32(self.tile.stages))
-
 
 class Arrays(NamedTuple):
   """The kernel's arguments and its result, in the GPU's memory."""
@@ -102,15 +99,11 @@ class Arrays(NamedTuple):
 class Memory(NamedTuple):
   """A program's shared memory and barriers, or their types."""
 
-  # Blocks, for each stage.
-  a_smem: Any
-  b_smem: Any
+  ring: Any  # Blocks of a and b.
   out_smem: Any  # Pieces of the result, for each warpgroup.
   # For each warpgroup, 64 rows of the result, if only some of them are written
   # (not used for gradients).
   edge_smem: Any
-  loaded: Any  # A barrier per stage: completes when its copies end.
-  free: Any  # A barrier per stage: completes when all warpgroups have read.
 
 
 def scratch(work: Work, a: DTypeLike, b: DTypeLike, out: DTypeLike) -> Memory:
@@ -121,12 +114,15 @@ def scratch(work: Work, a: DTypeLike, b: DTypeLike, out: DTypeLike) -> Memory:
   b_block = work.b_place(BLOCK, work.depth)
   edge = (1, 1, 128) if work.run else (tile.warpgroups, ROWS, BLOCK)
   return Memory(
-    a_smem=swizzled_rows(stages, *a_block, dtype=a),
-    b_smem=swizzled_rows(stages, *b_block, dtype=b),
+    ring=Ring.types(
+      (
+        swizzled_rows(stages, *a_block, dtype=a),
+        swizzled_rows(stages, *b_block, dtype=b),
+      ),
+      readers=tile.warpgroups,
+    ),
     out_smem=swizzled_rows(tile.warpgroups, tile.slots, ROWS, width, dtype=out),
     edge_smem=plgpu.SMEM(edge, out),
-    loaded=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-    free=plgpu.Barrier(num_arrivals=tile.warpgroups, num_barriers=stages),
   )
 
 
@@ -155,13 +151,7 @@ def run(work: Work, load: Part, compute: Part, *refs, **scratch: Any) -> None:
   @pl.when(warpgroup == warpgroups)
   def _():
     plgpu.set_max_registers(to_load, action="decrease")
-    steps = for_all_tiles(load)
-
-    # The interpreter requires a wait for every arrival.
-    def wait(i, _):
-      _wait_for_free(work, steps + i, memory)
-
-    lax.fori_loop(0, work.tile.stages, wait, None)
+    memory.ring.drain(for_all_tiles(load))
 
   @pl.when(warpgroup < warpgroups)
   def _():
@@ -170,37 +160,29 @@ def run(work: Work, load: Part, compute: Part, *refs, **scratch: Any) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
-def _wait_for_free(work: Work, step: Array, memory: Memory) -> None:
-  slot = work.slot(step)
-  pl.when(step >= work.tile.stages)(
-    lambda: plgpu.barrier_wait(memory.free.at[slot])
-  )
-
-
 def load_blocks(
   work: Work, a_rows, b_columns, first, count, step, a, b, memory: Memory
 ) -> Array:
   """Copies `count` blocks, starting with `first`; returns the next step."""
 
   def load_block(j, step):
-    slot = work.slot(step)
     block = pl.ds((first + j) * work.depth, work.depth)
-    _wait_for_free(work, step, memory)
-    for source, smem in (
-      (b.at[work.b_place(b_columns, block)], memory.b_smem),
-      (a.at[work.a_place(a_rows, block)], memory.a_smem),
-    ):
-      plgpu.copy_gmem_to_smem(source, smem.at[slot], memory.loaded.at[slot])
+    memory.ring.load(
+      step,
+      a.at[work.a_place(a_rows, block)],
+      b.at[work.b_place(b_columns, block)],
+    )
     return step + 1
 
   return lax.fori_loop(0, count, load_block, step)
 
 
-def blocks_at(work: Work, slot: Array, memory: Memory) -> tuple[Any, Any]:
-  """Returns a slot's blocks: only this warpgroup's rows of a, but all of b."""
+def blocks_at(work: Work, step: Array, memory: Memory) -> tuple[Any, Any]:
+  """Returns a step's blocks: only this warpgroup's rows of a, but all of b."""
   own = pl.ds(lax.axis_index("warpgroup") * ROWS, ROWS)
   own = work.a_place(own, pl.ds(0, work.depth))
-  return memory.a_smem.at[slot, *own], memory.b_smem.at[slot]
+  a, b = memory.ring.at(step)
+  return a.at[*own], b
 
 
 def product(work: Work, rows, columns) -> Array:

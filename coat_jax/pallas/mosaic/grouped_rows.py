@@ -58,10 +58,9 @@ def compute(
 
   def add_block(_, carry):
     step, total = carry
-    slot = work.slot(step)
-    plgpu.barrier_wait(memory.loaded.at[slot])
-    partial = product(work, *blocks_at(work, slot, memory))
-    plgpu.barrier_arrive(memory.free.at[slot])
+    memory.ring.wait(step)
+    partial = product(work, *blocks_at(work, step, memory))
+    memory.ring.release(step, work.interpret)
     return step + 1, total + partial
 
   step, total = lax.fori_loop(0, entry.blocks, add_block, (step, zero_sum()))

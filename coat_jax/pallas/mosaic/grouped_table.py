@@ -42,7 +42,7 @@ def tiles_of_rows(
   ends = jnp.cumsum(sizes, dtype=jnp.int32)
   begins = ends - sizes
   aligned = begins // 8 * 8
-  counts = jnp.where(sizes > 0, pl.cdiv(ends - aligned, tile_m), 0)
+  counts = jnp.where(sizes > 0, pl.cdiv(ends - aligned, jnp.int32(tile_m)), 0)
   last = jnp.cumsum(counts, dtype=jnp.int32)
   # An upper bound on the number of tiles: each group begins at most 7 rows
   # early, and its last tile contains at least one row.
@@ -77,6 +77,6 @@ def blocks_of_tokens(sizes: Array, depth: int) -> Array:
     begin=begins,
     end=ends,
     first=first,
-    blocks=jnp.where(sizes > 0, pl.cdiv(ends, depth) - first, 0),
+    blocks=jnp.where(sizes > 0, pl.cdiv(ends, jnp.int32(depth)) - first, 0),
   )
   return jnp.stack(table)

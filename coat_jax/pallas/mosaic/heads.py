@@ -49,7 +49,7 @@ def _why_not(dq, dk, dv, cos, sin, gradient, **_) -> str | None:
     )
   return (
     _why_not_angles(b, t, cos, sin)
-    or device.why_not_rows()
+    or device.why_not_conversions()
     or supported.why_not_scaling(gradient, E5M2)
     or supported.why_not_dtype(dq.dtype)
     or supported.why_not_shape(shape)
@@ -110,7 +110,7 @@ def join_heads_operand(
     [scales.maxima(low[0] * low[1])],
     grid=low,
     interpret=interpret,
-    name="join_heads_amax",
+    kernel_name="join_heads_amax",
   )
   scale, read = scales.bits_to_shared_scale(bits, gradient, interpret)
   # On an H100, low tiles are 11 % faster with rotation, and 2 % slower without.
@@ -124,9 +124,9 @@ def join_heads_operand(
       jax.ShapeDtypeStruct((grid[1], width), jnp.float32) if has_sums else None,
     ],
     grid=grid,
-    scratch=[row_ptx.scratch(height)] + [row_ptx.SUMS] * has_sums,
+    scratch_types=[row_ptx.scratch(height)] + [row_ptx.SUMS] * has_sums,
     interpret=interpret,
-    name="join_heads_operand",
+    kernel_name="join_heads_operand",
   )
   assert in_rows is not None
   operand = Operand(in_rows.reshape(b, t, width), columns, scale)
@@ -135,7 +135,7 @@ def join_heads_operand(
 
 def _amax_kernel(*refs, heads, count, interpret):
   *refs, bits_gmem = refs
-  m, height = len(refs[0]), tiles.LOW
+  m, height = refs[0].shape[0], tiles.LOW
   row = rows.part("last", height, m)
   columns = rows.part("across", count * COLUMNS, heads.joined)
   place = row, pl.ds(columns.start, COLUMNS)
@@ -152,7 +152,7 @@ def _operand_kernel(*refs, heads, height, interpret):
   [x] = load_joined(inputs, place, heads, interpret)
   if sums_gmem is not None:
     last = lax.axis_index("last")
-    known = tiles.known_rows(len(inputs[0]), height, last)
+    known = tiles.known_rows(inputs[0].shape[0], height, last)
     tiles.store_sums(sums_gmem, x, last, known, place[1], refs[10], interpret)
   codes = tiles.quantize(x, scale_gmem[0], E5M2, interpret)
   tiles.store_operand(place, codes, rows_gmem, columns_gmem, smem, interpret)

@@ -105,7 +105,7 @@ def _definition(refs, rows, column, heads: Heads) -> Array:
   ]
   angles = [None, None]
   if heads.pairs:
-    token = (rows.start + jnp.arange(rows.size)) % len(refs[3])
+    token = (rows.start + jnp.arange(rows.size)) % refs[3].shape[0]
     angles = [ref[...][token] for ref in refs[3:]]
   [joined] = join_heads.definition(*parts, *angles)
   start = jnp.int32(0), column

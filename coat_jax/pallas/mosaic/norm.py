@@ -47,7 +47,7 @@ from coat_jax.pallas.mosaic.magnitudes import magnitude_bits
 
 def _why_not_input(x, groups, output, **_) -> str | None:
   return (
-    device.why_not_rows()
+    device.why_not_conversions()
     or supported.why_not_read(x, x.shape, groups, output)
     or whole_rows.why_not_row(x.shape, groups.size)
   )
@@ -91,7 +91,7 @@ def norm_input(
     ],
     grid=(programs,),
     interpret=interpret,
-    name="norm_input",
+    kernel_name="norm_input",
   )
   x_q = QTensor(qvalue.reshape(x.shape), scale.reshape(*leading, n // g), g)
   mean = None if mean is None else mean.reshape(leading)
@@ -138,7 +138,7 @@ def _input_kernel(*refs, eps, interpret):
   *refs, q_gmem, scale_gmem, mean_gmem, rstd_gmem, bits_gmem = refs
   x_gmem, gamma_gmem, beta_gmem = refs
   row = lax.axis_index("last")
-  n = x_gmem.size // len(rstd_gmem)
+  n = x_gmem.size // rstd_gmem.shape[0]
   parts = whole_rows.row_parts(n, x_gmem.shape[1])
 
   def load(ref, part, place):
@@ -177,7 +177,7 @@ def _input_kernel(*refs, eps, interpret):
 
 def _why_not_fwd(x, output, scale, layout, **_) -> str | None:
   return (
-    device.why_not_rows()
+    device.why_not_conversions()
     or supported.why_not_values(x)
     or supported.why_not_written(x.qvalue.shape, output, scale, layout)
     or tiles.why_not(x.qvalue.shape)
@@ -216,9 +216,9 @@ def norm_fwd(
     ],
     tiles.operand(m, n, E4M3, layout),
     grid=tiles.grid(m, n, height),
-    scratch=[row_ptx.scratch(height)],
+    scratch_types=[row_ptx.scratch(height)],
     interpret=interpret,
-    name="norm_fwd",
+    kernel_name="norm_fwd",
   )
   return Operand(tiles.like(in_rows, x.qvalue), columns, scale)
 

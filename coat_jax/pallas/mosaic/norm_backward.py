@@ -57,7 +57,7 @@ def pick_share(m: int, n: int, has_mean: bool) -> Share:
 
 def _why_not(dy, x, dtype, add, **_) -> str | None:
   return (
-    device.why_not_rows()
+    device.why_not_conversions()
     or supported.why_not_dtype(dy.dtype, dtype)
     or (None if add is None else supported.why_not_dtype(add.dtype))
     or supported.why_not_values(x)
@@ -105,9 +105,11 @@ def norm_bwd(
       None if stats.mean is None else sums,
     ],
     grid=(programs,),
-    scratch=[] if share.sums else _sums(n, g, 1 + (stats.mean is not None)),
+    scratch_types=[]
+    if share.sums
+    else _sums(n, g, 1 + (stats.mean is not None)),
     interpret=interpret,
-    name="norm_bwd",
+    kernel_name="norm_bwd",
   )
   dgamma = jnp.sum(dgamma.reshape(programs, n), axis=0)
   if dbeta is None:
@@ -137,7 +139,7 @@ def _bwd_kernel(*refs, share: Share):
   mean_gmem, rstd_gmem, gamma_gmem, dx_gmem, *refs = refs
   outputs, sums_smem = refs[:2], refs[2:]
   outputs = [ref for ref in outputs if ref is not None]
-  m, g, programs = len(rstd_gmem), dx_gmem.shape[1], share.programs
+  m, g, programs = rstd_gmem.shape[0], dx_gmem.shape[1], share.programs
   n = dx_gmem.size // m
   parts = whole_rows.row_parts(n, g)
   program = lax.axis_index("last")
@@ -201,7 +203,7 @@ def _bwd_kernel(*refs, share: Share):
     for ref, zeros in zip(sums_smem, sums, strict=True):
       rows.store(ref, zeros)
     sums = []
-  steps = pl.cdiv(m - program, programs)
+  steps = pl.cdiv(m - program, jnp.int32(programs))
   carry = load(program) if share.ahead else None, sums
   _, sums = lax.fori_loop(0, steps, step, carry)
   if not share.sums:

@@ -38,21 +38,12 @@ from coat_jax.pallas.mosaic.scales import (
   store_maximum,
 )
 
-
-def pick_amax_size(elements: int) -> int:
-  """Picks how many values a program reads: 64 per thread, 8 in small arrays.
-
-  The more values a program reads, the fewer maxima `scales` must combine.
-  """
-  return 8 * rows.STEP if elements >= 2**20 else rows.STEP
-
-
 # --- Per group ---------------------------------------------------------------
 
 
 def _why_not_groups(x, groups, **_) -> str | None:
   return (
-    device.why_not_rows()
+    device.why_not_conversions()
     or supported.why_not_format(groups.dtype, E4M3, E5M2)
     or supported.why_not_dtype(x.dtype)
     or supported.why_not_groups(x.shape, groups.size)
@@ -80,14 +71,14 @@ def quantize_groups(
     ],
     grid=(pl.cdiv(x.size, size),),
     interpret=interpret,
-    name="quantize_groups",
+    kernel_name="quantize_groups",
   )
   scale = scale.reshape(*leading, n // groups.size)
   return QTensor(qvalue.reshape(x.shape), scale, groups.size)
 
 
 def _groups_kernel(x_gmem, q_gmem, scale_gmem, *, count, interpret):
-  part = rows.part("last", count, len(x_gmem))
+  part = rows.part("last", count, x_gmem.shape[0])
   load = rows.Load(x_gmem.shape[1])
   x = rows.load_groups(x_gmem.at[part], load)
   codes, scale = rows.quantize_groups(x, q_gmem.dtype, load, interpret)
@@ -100,7 +91,7 @@ def _groups_kernel(x_gmem, q_gmem, scale_gmem, *, count, interpret):
 
 def _why_not_tensor(x, scaling, layout: Layout = "rows", **_) -> str | None:
   return (
-    device.why_not_rows()
+    device.why_not_conversions()
     or supported.why_not_scaling(scaling, E4M3, E5M2)
     or supported.why_not_dtype(x.dtype)
     or supported.why_not_shape(x.shape)
@@ -123,7 +114,8 @@ def tensor_scale(
 
 
 def _maxima(x: Array, interpret: bool) -> Array:
-  size = pick_amax_size(x.size)
+  # The more values a program reads, the fewer maxima `scales` must combine.
+  size = rows.pick_size(x.size, loads=8)
   programs = pl.cdiv(x.size, size)
   [bits] = rows.run(
     functools.partial(_amax_kernel, count=size // rows.ANY.size),
@@ -131,13 +123,13 @@ def _maxima(x: Array, interpret: bool) -> Array:
     [maxima(programs)],
     grid=(programs,),
     interpret=interpret,
-    name="tensor_amax",
+    kernel_name="tensor_amax",
   )
   return bits
 
 
 def _amax_kernel(x_gmem, bits_gmem, *, count):
-  part = rows.part("last", count, len(x_gmem))
+  part = rows.part("last", count, x_gmem.shape[0])
   bits = rows.amax_bits(
     rows.load_groups(x_gmem.at[part], rows.ANY), rows.ANY.count
   )
@@ -171,9 +163,9 @@ def quantize_tensor(
     [x.reshape(m, n), read],
     tiles.operand(m, n, scaling.dtype, layout),
     grid=tiles.grid(m, n, height),
-    scratch=[row_ptx.scratch(height)],
+    scratch_types=[row_ptx.scratch(height)],
     interpret=interpret,
-    name="quantize_tiles",
+    kernel_name="quantize_tiles",
   )
   return Operand(tiles.like(in_rows, x), columns, scale)
 
@@ -199,13 +191,13 @@ def _rows(x: Array, scale: Array, dtype, interpret: bool) -> Array:
     [jax.ShapeDtypeStruct(shape, dtype)],
     grid=(pl.cdiv(x.size, size),),
     interpret=interpret,
-    name="quantize_rows",
+    kernel_name="quantize_rows",
   )
   return found.reshape(x.shape)
 
 
 def _rows_kernel(x_gmem, scale_gmem, rows_gmem, *, count, interpret):
-  part = rows.part("last", count, len(x_gmem))
+  part = rows.part("last", count, x_gmem.shape[0])
   x = rows.load_groups(x_gmem.at[part], rows.ANY)
   codes = rows.quantize(
     x, scale_gmem[0], rows_gmem.dtype, rows.ANY.layout, interpret

@@ -53,8 +53,17 @@ class Ring(NamedTuple):
 
   def read(self, number: Array) -> list:
     """Waits for a load and returns its arrays."""
+    self.wait(number)
+    return self.at(number)
+
+  def wait(self, number: Array) -> None:
+    """Waits for a load."""
     slot = lax.rem(number, jnp.int32(self.stages))
     plgpu.barrier_wait(self.loaded.at[slot])
+
+  def at(self, number: Array) -> list:
+    """Returns the arrays of a load that has been waited for."""
+    slot = lax.rem(number, jnp.int32(self.stages))
     return [smem.at[slot] for smem in self.slots]
 
   def release(self, number: Array, interpret: bool) -> None:

@@ -153,7 +153,10 @@ def split_index(x, size: int):
 
 
 def sum_over_rows(x: Array, smem) -> Array:
-  """Returns each column's sum, f32 [128]; no two calls may share `smem`."""
+  """Returns each column's sum, f32 [128].
+
+  Before another call with the same `smem`, the kernel needs a barrier.
+  """
   out = plgpu.ShapeDtypeStruct((COLUMNS,), jnp.float32, layout=THREAD_LAYOUT)
 
   @plgpu.inline_mgpu(arg_types=(TILE_LAYOUT, plgpu.RefType()), return_type=out)
@@ -180,7 +183,7 @@ def sum_over_rows(x: Array, smem) -> Array:
 
 
 def scratch(height: int):
-  """Returns the type of the shared memory that `transpose` needs."""
+  """Returns the type of the shared memory that `put` and `take` need."""
   _, jump = _word_strides(height)
   return plgpu.SMEM((VECTOR * jump,), jnp.int32)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads, quantizes and stores groups or tiles, for memory-bound kernels.
 
-Each program (thread block) consists of one warpgroup of 128 threads, or of four
-warpgroups in `tiles.run`. A warpgroup's registers hold either groups or a tile:
+Each program (thread block) consists of one warpgroup of 128 threads, or of
+several in `tiles.run`. A warpgroup's registers hold either groups or a tile:
 
   groups  [count, G], with G = 16 to 128 values per group. A lane holds 8
           adjacent values (16 bytes in BF16), so at most four shuffles find a
@@ -44,40 +44,18 @@ def run(
   outputs: Sequence[jax.ShapeDtypeStruct | None],
   *,
   grid: tuple[int, ...],
-  scratch: Sequence = (),
   interpret: bool,
-  name: str,
+  **options,
 ) -> list:
   """Runs `kernel(*refs)`; returns the outputs.
 
   `refs` refer to the inputs, outputs and scratch arrays, in this order. If an
-  input or output is None, its ref is None, and so is the returned output. The
-  grid's axes are named "across" and "last", or just "last". Programs with
-  consecutive indices along "last" start one after the other.
+  input or output is None, its ref is None, and so is the returned output. By
+  default, the grid's axes are named "across" and "last", or just "last".
+  Programs with consecutive indices along "last" start one after the other.
+  `options` are further options of `plgpu.kernel`.
   """
-  return start(
-    kernel,
-    inputs,
-    outputs,
-    grid=grid,
-    grid_names=("across", "last")[-len(grid) :],
-    scratch=scratch,
-    interpret=interpret,
-    name=name,
-  )
-
-
-def start(
-  kernel: Callable[..., None],
-  inputs: Sequence[Array | None],
-  outputs: Sequence[jax.ShapeDtypeStruct | None],
-  *,
-  scratch: Sequence,
-  interpret: bool,
-  name: str,
-  **options,
-) -> list:
-  """Does the same as `run`, with further options of `plgpu.kernel`."""
+  options.setdefault("grid_names", ("across", "last")[-len(grid) :])
   present = [x is not None for x in (*inputs, *outputs)]
 
   def body(*refs):
@@ -89,15 +67,13 @@ def start(
   found = plgpu.kernel(
     body,
     out_type=[x for x in outputs if x is not None],
-    scratch_types=scratch,
+    grid=grid,
     compiler_params=plgpu.CompilerParams(
       approx_math=True,
-      # Only functions in `row_ptx` share memory between threads. They and the
-      # kernels emit their own barriers.
+      # Kernels and functions in `row_ptx` emit the barriers that they need.
       unsafe_no_auto_barriers=True,
     ),
     interpret=plgpu.InterpretGPUParams() if interpret else False,
-    kernel_name=name,
     **options,
   )(*(x for x in inputs if x is not None))
   left = iter(found)
@@ -113,9 +89,9 @@ def store(ref, x: Array) -> None:
     ref[...] = x
 
 
-def pick_size(elements: int) -> int:
-  """Picks how many values a program loads: 32 per thread, 8 in small arrays."""
-  return 4 * STEP if elements >= 2**20 else STEP
+def pick_size(elements: int, loads: int = 4) -> int:
+  """Picks how many values a program loads, fewer in small arrays."""
+  return loads * STEP if elements >= 2**20 else STEP
 
 
 def part(axis: str, size: int, count: int):

@@ -84,7 +84,7 @@ def _scales(bits, dtype, copies, interpret) -> Array:
     [jax.ShapeDtypeStruct((copies,), jnp.float32)],
     grid=(1,),
     interpret=interpret,
-    name="scale",
+    kernel_name="scale",
   )
   return scales
 

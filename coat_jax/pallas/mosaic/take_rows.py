@@ -51,18 +51,21 @@ def take_rows(x: Array, index: Array, *, interpret: bool = False) -> Array:
     [x.reshape(-1, *row), index],
     [jax.ShapeDtypeStruct((m, *row), x.dtype)],
     grid=(pl.cdiv(m, _ROWS),),
-    scratch=[
+    scratch_types=[
       plgpu.SMEM((slots, *row), x.dtype),
       plgpu.Barrier(num_barriers=slots),
     ],
     interpret=interpret,
-    name="take_rows",
+    kernel_name="take_rows",
   )
   return taken.reshape(m, -1)
 
 
 def _kernel(x_gmem, index_gmem, out_gmem, smem, loaded):
-  first, slots = rows.part("last", _ROWS, len(index_gmem)).start, len(smem)
+  first, slots = (
+    rows.part("last", _ROWS, index_gmem.shape[0]).start,
+    smem.shape[0],
+  )
   writes = slots // 2  # Number of pending writes that may still read `smem`.
 
   def load(i):
@@ -78,6 +81,6 @@ def _kernel(x_gmem, index_gmem, out_gmem, smem, loaded):
     following = i - writes + slots
     pl.when((i >= writes) & (following < _ROWS))(lambda: load(following))
 
-  lax.fori_loop(0, slots, lambda i, _: load(i), None)
-  lax.fori_loop(0, _ROWS, copy, None)
+  lax.fori_loop(jnp.int32(0), slots, lambda i, _: load(i), None)
+  lax.fori_loop(jnp.int32(0), _ROWS, copy, None)
   plgpu.wait_smem_to_gmem(0)

@@ -20,7 +20,7 @@ from coat_jax.numerics.scaling import Layout
 from coat_jax.pallas.mosaic import row_ptx, rows, turns
 from coat_jax.pallas.mosaic.row_ptx import COLUMNS
 
-_MAX_ACROSS = 65535  # The largest size of the grid's axis "across".
+MAX_ACROSS = 65535  # The largest size of a grid's axes, except the last.
 LOW, HIGH = 32, 64  # Tile heights.
 
 
@@ -28,9 +28,9 @@ def why_not(shape: tuple[int, ...]) -> str | None:
   """Returns why a matrix of this shape cannot be cut into tiles, or None."""
   n = shape[-1]
   m = math.prod(shape[:-1])
-  if n > COLUMNS * _MAX_ACROSS:
+  if n > COLUMNS * MAX_ACROSS:
     return (
-      f"the Mosaic kernel supports at most {COLUMNS * _MAX_ACROSS} columns, "
+      f"the Mosaic kernel supports at most {COLUMNS * MAX_ACROSS} columns, "
       f"got {n}"
     )
   if m < LOW or n < COLUMNS:
@@ -199,9 +199,9 @@ def run(
   *,
   grid: tuple[int, int],
   warpgroups: int,
-  scratch: Sequence,
+  scratch_types: Sequence,
   interpret: bool,
-  name: str,
+  **options,
 ) -> list:
   """Runs `kernel(index, *refs)` for all tiles of a grid, like `rows.run`.
 
@@ -210,9 +210,10 @@ def run(
   get at most 128 or 96 registers per thread.
   """
   across, down = grid
+  count = len(scratch_types)
 
   def body(*refs):
-    refs, shared = refs[: -len(scratch)], refs[-len(scratch) :]
+    refs, shared = refs[:-count], refs[-count:]
     own = [ref.at[lax.axis_index("warpgroup")] for ref in shared]
 
     def compute(_, tile, following):
@@ -223,17 +224,18 @@ def run(
 
     turns.take_turns(compute, across * down, warpgroups, interpret)
 
-  return rows.start(
+  return rows.run(
     body,
     inputs,
     outputs,
     grid=(turns.programs(across * down, interpret),),
     grid_names=("program",),
-    scratch=[
-      plgpu.SMEM((warpgroups, *each.shape), each.dtype) for each in scratch
+    scratch_types=[
+      plgpu.SMEM((warpgroups, *each.shape), each.dtype)
+      for each in scratch_types
     ],
     num_threads=warpgroups,
     thread_name="warpgroup",
     interpret=interpret,
-    name=name,
+    **options,
   )

@@ -32,8 +32,8 @@ def take_turns(
 ) -> None:
   """Calls `compute(turn, tile, next tile)` for each tile of this warpgroup.
 
-  Tiles have numbers below `count`. If there is no next tile, its number is not.
-  The kernel's axes must be "program" and "warpgroup".
+  Tiles have numbers below `count`. If there is no next tile, its number is
+  `count` or more. The kernel's axes must be "program" and "warpgroup".
   """
   workers = programs(count, interpret) * warpgroups
   first = _first_tile(count, interpret)

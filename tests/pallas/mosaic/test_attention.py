@@ -142,16 +142,20 @@ def test_f16_scores_at_the_cap_do_not_overflow():
 
 
 @pytest.mark.parametrize(
-  "t, size, dtype, reason",
+  "batch, t, size, dtype, reason",
   [
-    (256, 128, jnp.float32, "in bfloat16 or all in float16, got float32"),
-    (256, 84, jnp.bfloat16, "multiples of 8 up to 256, got 84"),
-    (0, 64, jnp.bfloat16, "no empty axis"),
+    (1, 256, 128, jnp.float32, "in bfloat16 or all in float16, got float32"),
+    (1, 256, 84, jnp.bfloat16, "multiples of 8 up to 256, got 84"),
+    (1, 0, 64, jnp.bfloat16, "no empty axis"),
+    (65536, 8, 64, jnp.bfloat16, "65535 sequences and heads, got 65536 and 2"),
   ],
 )
-def test_attention_kernels_refuse_unsupported_arguments(t, size, dtype, reason):
-  q = jnp.zeros((1, t, 2, size), dtype)
-  residuals = ops.AttentionResiduals(q, jnp.zeros(q.shape[:3]))
+def test_attention_kernels_refuse_unsupported_arguments(
+  batch, t, size, dtype, reason
+):
+  q = jax.ShapeDtypeStruct((batch, t, 2, size), dtype)
+  lse = jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
+  residuals = ops.AttentionResiduals(q, lse)
   kind = AttentionKind(soft_cap=50.0)
   with refused(f"attention_fwd: .*{reason}"):
     attention.attention_fwd(q, q, q, kind=kind)
