@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from coat_jax.ops.capability import HOPPER, is_before
 from coat_jax.ops.dispatch import kernel
 from coat_jax.ops.types import AttentionKind, AttentionResiduals
 
@@ -38,7 +39,7 @@ _PRIVATE = (
 _MISSING = [name for name in _PRIVATE if not hasattr(fmha, name)]
 
 
-def _why_not(q, k, segments, kind, **_) -> str | None:
+def _why_not(q, k, v, segments, kind, **_) -> str | None:
   """Returns why cuDNN or this version of JAX cannot run a call, or None."""
   if _MISSING:
     return (
@@ -63,12 +64,17 @@ def _why_not(q, k, segments, kind, **_) -> str | None:
       "cuDNN aligns a causal mask with the first key, not the last, so it "
       f"needs as many queries as keys, got {q.shape[1]} and {k.shape[1]}"
     )
-  if q.dtype not in (jnp.bfloat16, jnp.float16):
-    return f"cuDNN computes in bfloat16 or float16, got {q.dtype}"
-  if q.shape[-1] % 8 or q.shape[-1] > 256:
+  known = q.dtype in (jnp.bfloat16, jnp.float16)
+  if not known or not q.dtype == k.dtype == v.dtype:
     return (
-      "cuDNN needs head sizes that are multiples of 8 up to 256, got "
-      f"{q.shape[-1]}"
+      "cuDNN needs q, k and v all in bfloat16 or all in float16, got "
+      f"{q.dtype}, {k.dtype} and {v.dtype}"
+    )
+  largest = 128 if is_before(HOPPER) else 256
+  if q.shape[-1] % 8 or q.shape[-1] > largest:
+    return (
+      f"cuDNN needs head sizes that are multiples of 8 up to {largest} on this "
+      f"GPU, got {q.shape[-1]}"
     )
   return None
 

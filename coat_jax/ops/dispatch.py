@@ -178,8 +178,11 @@ def explain(op: Op, *args: Any, **kwargs) -> str:
 
   Raises:
     TypeError: `op` is not an `Op`.
+    TypeError, ValueError: no implementation accepts the arguments.
   """
   check_kind("explain", "op", op, Op, "pass one of coat_jax.ops")
+  if op.check is not None:
+    op.check(*args, **kwargs)
   chosen: dict[str, str] = {}
   reasons: list[str] = []
   for name in op.kernels:

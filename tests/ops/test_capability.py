@@ -103,6 +103,9 @@ def test_gpu_without_fp8_runs_only_kernels_without_fp8():
     q = jnp.zeros((1, 128, 2, 64), jnp.bfloat16)
     said = explain(ops.attention_fwd, q, q, q, kind=AttentionKind())
     assert said.startswith("cudnn on a GPU")
+    q = jnp.zeros((1, 128, 2, 256), jnp.bfloat16)
+    said = explain(ops.attention_fwd, q, q, q, kind=AttentionKind())
+    assert said.startswith("xla everywhere") and "up to 128" in said
 
 
 @pytest.mark.parametrize("soft_cap, is_packed", [(50.0, False), (None, True)])

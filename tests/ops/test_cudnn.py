@@ -19,7 +19,7 @@ from coat_jax.ops import AttentionKind, cudnn
 from tests.comparing import assert_close, jit
 from tests.matrices import quick
 from tests.ops.test_dispatch import attention_arrays
-from tests.pallas.kernels import lowered_for_h200
+from tests.pallas.kernels import lowered_for_h200, refused
 
 WINDOWS = [AttentionKind(window=window) for window in (7, 1, 31)]
 KINDS = [
@@ -115,24 +115,32 @@ def test_windowed_attention_matches_jax(kind):
   ],
 )
 def test_explain_says_whether_cudnn_runs(kind, segmented, reason):
-  q, k, v = attention_arrays(h=80)  # Our kernel refuses heads of width 80.
+  q, k, v = attention_arrays()
   segments = jnp.zeros(q.shape[:2], jnp.int32) if segmented else None
   residuals = ops.AttentionResiduals(q, jnp.zeros(q.shape[:3]))
   forward = ops.attention_fwd, q, k, v, segments
   backward = ops.attention_bwd, q, q, k, v, residuals, segments
   for op, *args in (forward, backward):
     said = ops.explain(op, *args, kind=kind)
-    if reason is None:
-      assert said == f"{op.name}: cudnn on a GPU, xla elsewhere"
-    else:
-      assert re.fullmatch(rf"{op.name}: xla everywhere .*{reason}.*", said)
+    runs = "cudnn" if reason is None else "mosaic"
+    assert said == f"{op.name}: {runs} on a GPU, xla elsewhere"
+    if reason is not None:
+      with refused(f"{op.name}: .*{reason}"):
+        op(*args, kind=kind, implementation="cudnn")
 
 
 @pytest.mark.parametrize("segmented", [True, False])
 def test_cudnn_does_not_run_unsupported_attention(segmented):
   kind = AttentionKind(window=7, soft_cap=None if segmented else 50.0)
-  q, k, v = attention_arrays(h=80)
+  q, k, v = attention_arrays()
   segments = jnp.zeros(q.shape[:2], jnp.int32) if segmented else None
   f = lambda *arrays: ops.attention_fwd(*arrays, kind=kind)  # noqa: E731
   text = lowered_for_h200(f, q, k, v, segments)
-  assert "cudnn" not in text and "dot_general" in text
+  assert "cudnn" not in text and "mosaic_gpu" in text
+
+
+def test_keys_of_another_dtype_run_in_xla():
+  q, k, v = attention_arrays()
+  k, v = k.astype(jnp.float32), v.astype(jnp.float32)
+  f = lambda *arrays: ops.attention_fwd(*arrays, kind=AttentionKind())  # noqa: E731
+  assert "dot_general" in lowered_for_h200(f, q, k, v)

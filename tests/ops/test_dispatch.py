@@ -88,7 +88,8 @@ def test_xla_runs_what_a_kernel_refuses(m):
   assert ops.explain(ops.linear_fwd, *operands()) == (
     "linear_fwd: cublas on a GPU, xla elsewhere"
   )
-  assert "there is no kernel" in ops.explain(ops.activation_bwd)
+  said = ops.explain(ops.activation_bwd, activation="silu")
+  assert "there is no kernel" in said
 
 
 def test_kernel_is_traced_once():
@@ -213,6 +214,13 @@ def test_cudnn_refuses_unsupported_arguments():
   assert "got 512" in explain(h=512)
   assert "as many queries as keys" in explain(s=48)
   assert "cudnn on a GPU" in explain(s=48, causal=False)
+
+
+def test_explain_refuses_what_no_implementation_accepts():
+  q, k, v = attention_arrays(n=4, k=3)
+  kind = ops.AttentionKind()
+  with pytest.raises(ValueError, match="N a multiple of K"):
+    ops.explain(ops.attention_fwd, q, k, v, kind=kind)
 
 
 def test_cublas_refuses_dtypes_that_it_cannot_write():
