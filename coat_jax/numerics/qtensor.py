@@ -127,6 +127,10 @@ def tensor_amax(
 def bits_to_amax(bits: Array, axis_names: tuple[str, ...] = ()) -> Array:
   """Computes `tensor_amax` from the f32 bits of magnitudes, given as int32."""
   largest = jnp.max(bits, initial=0)
+  # `pmax` raises an error if the value varies over only some of the axes. If
+  # it varies over none, shard_map may not know over which (check_vma=False).
+  varying = jax.typeof(largest).manual_axis_type.varying
+  axis_names = tuple(x for x in axis_names if not varying or x in varying)
   if axis_names:
     largest = jax.lax.pmax(largest, axis_names)
   return jax.lax.bitcast_convert_type(largest, jnp.float32)
