@@ -120,7 +120,8 @@ class MeshAxes:
     if self.fsdp is not None and self.fsdp not in self.batch:
       raise ValueError(
         "MeshAxes: fsdp must be one of the axes that the batch is split over, "
-        f"{self.batch}, got {self.fsdp!r}; add it to batch"
+        f"{self.batch}, got {self.fsdp!r}; add it to batch, or pass fsdp=None "
+        "if the weights are not split"
       )
     if self.tensor in self.batch:
       raise ValueError(

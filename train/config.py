@@ -172,7 +172,7 @@ class TrainConfig:
   save_every: Count = silent(1000)
   keep: Count = silent(3)
   eval_every: Count = silent(1000)
-  eval_batches: Count = silent(16)
+  eval_batches: Count = 16
   compare: Annotated[Literal["bf16"] | None, shown("default: no twin")] = (
     silent(None)
   )

@@ -225,8 +225,10 @@ class Attention(RecipeModule):
       [..., T, features] in `dtype`.
 
     Raises:
-      TypeError: x is not an array of numbers.
-      ValueError: shapes are inconsistent, or a required `kind` is None.
+      TypeError: x is not an array of numbers; `positions` or `segments` is not
+        an array of integers.
+      ValueError: shapes are inconsistent; a required `kind` is None, or an
+        `int` that is out of range.
     """
     rule, remedy = "an array [..., T, D]", "pass sequences of activations"
     ranks = range(2, 65)
@@ -237,6 +239,12 @@ class Attention(RecipeModule):
     # Don't use reshape(-1, ...), which fails for an empty batch.
     batch = math.prod(shape[:-2])
     x = self.cast(x, self.out.kernel).reshape(batch, *shape[-2:])
+    ints, remedy = "an integer array [T] or [..., T]", "pass one per token"
+    for name, each in (("positions", positions), ("segments", segments)):
+      if each is not None:
+        check_array(
+          "Attention", name, each, ints, kind=jnp.integer, remedy=remedy
+        )
     if positions is None:
       positions = jnp.arange(x.shape[1], dtype=jnp.int32)
     elif positions.ndim > 1 and positions.shape == shape[:-1]:

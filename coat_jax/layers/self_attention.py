@@ -116,10 +116,12 @@ class SelfAttention(Middle):
     check_positions(op, inputs.positions, x)
     if not recipe.axes:
       self.heads.check_columns(op, weights.front.w.shape[-1])
-    if inputs.kind is None and self.num_kinds > 1:
+    kind, count = inputs.kind, self.num_kinds
+    is_outside = isinstance(kind, int) and not 0 <= kind < count
+    if count > 1 and (kind is None or is_outside):
       raise ValueError(
-        f"{op}: kind must select one of {self.num_kinds} kinds of layers, got "
-        "None; pass the index as an int32 scalar"
+        f"{op}: kind must select one of {count} kinds of layers, got {kind}; "
+        f"pass an index below {count} as an int32 scalar"
       )
 
   def plain(self, h, weights, inputs, recipe):
