@@ -62,10 +62,8 @@ def take_rows(x: Array, index: Array, *, interpret: bool = False) -> Array:
 
 
 def _kernel(x_gmem, index_gmem, out_gmem, smem, loaded):
-  first, slots = (
-    rows.part("last", _ROWS, index_gmem.shape[0]).start,
-    smem.shape[0],
-  )
+  first = rows.part("last", _ROWS, index_gmem.shape[0]).start
+  slots = smem.shape[0]
   writes = slots // 2  # Number of pending writes that may still read `smem`.
 
   def load(i):

@@ -39,8 +39,12 @@ def test_same_run_may_be_resumed():
 
 def test_allowed_changes_are_reported():
   optim = dataclasses.replace(demo().optim, lr=5e-4)
-  changes = compare(described(demo()), config(steps=300, optim=optim))
-  assert changes == ["optim.lr: 0.001 -> 0.0005", "steps: 200 -> 300"]
+  now = config(steps=300, optim=optim, eval_batches=1)
+  assert compare(described(demo()), now) == [
+    "optim.lr: 0.001 -> 0.0005",
+    "steps: 200 -> 300",
+    "eval_batches: 16 -> 1",
+  ]
 
 
 @pytest.mark.parametrize(
