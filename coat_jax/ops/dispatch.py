@@ -169,7 +169,8 @@ def explain(op: Op, *args: Any, **kwargs) -> str:
 
   Args:
     op: an operation, such as `ops.norm_fwd`.
-    *args, **kwargs: the arguments of the call; traced arrays work too.
+    *args, **kwargs: the arguments of the call. Traced arrays and
+      `jax.ShapeDtypeStruct`s work too.
 
   Returns:
     One line, such as "quantize_groups: mosaic on a GPU, xla elsewhere". If no

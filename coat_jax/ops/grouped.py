@@ -17,11 +17,11 @@ from jax.typing import DTypeLike
 from coat_jax.ops.dispatch import op
 
 
-def _check_x(x: Array, w: Array, sizes: Array, **_) -> None:
+def _check_x(x, w, sizes, **_) -> None:
   _check_weights(x, w, sizes, 1, "rows [M, D]")
 
 
-def _check_g(g: Array, w: Array, sizes: Array, **_) -> None:
+def _check_g(g, w, sizes, **_) -> None:
   _check_weights(g, w, sizes, 2, "gradients [M, F]")
 
 
@@ -36,7 +36,7 @@ def _check_weights(rows, w, sizes, axis: int, needed: str) -> None:
     )
 
 
-def _check_rows(x: Array, g: Array, sizes: Array, **_) -> None:
+def _check_rows(x, g, sizes, **_) -> None:
   if x.ndim != 2 or g.ndim != 2 or len(x) != len(g) or sizes.ndim != 1:
     raise ValueError(
       "grouped: needs rows [M, D], gradients [M, F] and sizes [E], got "

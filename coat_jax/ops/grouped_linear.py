@@ -72,7 +72,7 @@ def quantize_experts(
   return jax.vmap(lambda w, scale: scaling.quantize(w, scale, layout))(w, scale)
 
 
-def _check_rows(x: Operand, w: Operand, sizes: Array, codes: str) -> None:
+def _check_rows(x: Operand, w: Operand, sizes, codes: str) -> None:
   rows, weights = x.rows, getattr(w, codes)
   if rows is None or weights is None:
     raise ValueError(
@@ -90,7 +90,7 @@ def _check_rows(x: Operand, w: Operand, sizes: Array, codes: str) -> None:
     )
 
 
-def _check_columns(x: Operand, g: Operand, sizes: Array, **_) -> None:
+def _check_columns(x: Operand, g: Operand, sizes, **_) -> None:
   a, b = x.columns, g.columns
   if a is None or b is None:
     raise ValueError(

@@ -17,7 +17,6 @@ from coat_jax.numerics.scaling import (
   Groups,
   Layout,
   PerTensor,
-  Scales,
   Scaling,
 )
 from coat_jax.ops.activation import Parts
@@ -142,7 +141,7 @@ def why_not_read(
 
 
 def why_not_written(
-  shape: tuple[int, ...], output: Scaling, scale: Scales | None, layout: Layout
+  shape: tuple[int, ...], output: Scaling, scale, layout: Layout
 ) -> str | None:
   """Checks an operand that the kernel writes in E4M3 with a given scale."""
   reason = why_not_scaling(output, E4M3) or why_not_columns(shape, layout)
@@ -178,7 +177,7 @@ def why_not_activation_fwd(
   parts: Parts,
   activation: Activation,
   output: Scaling,
-  scale: Scales | None,
+  scale,
   **_,
 ) -> str | None:
   """Checks the arguments of `activation_fwd`."""
@@ -195,7 +194,7 @@ def why_not_activation_bwd(
   activation: Activation,
   gradient: Scaling,
   output: Scaling,
-  scale: Scales | None,
+  scale,
   has_sums: bool,
   **_,
 ) -> str | None:

@@ -18,7 +18,7 @@ from coat_jax.pallas.mosaic import row_ptx, rows, tiles
 _WIDTH = 64
 
 
-def _why_not_codes(x: Array) -> str | None:
+def _why_not_codes(x) -> str | None:
   if x.dtype.itemsize != 1:
     return f"the Mosaic kernel moves FP8 codes, got {x.dtype}"
   return supported.why_not_shape(x.shape)

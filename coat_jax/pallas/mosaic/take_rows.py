@@ -25,7 +25,7 @@ _MAX_SLOTS = 8  # Number of rows that shared memory holds at once.
 _MAX_BYTES = 64 * 1024  # Of shared memory.
 
 
-def _why_not(x: Array, index: Array, **_) -> str | None:
+def _why_not(x, index, **_) -> str | None:
   if x.shape[-1] % _WIDTH or not 0 < _row_bytes(x) <= _MAX_BYTES // 2:
     return (
       f"the Mosaic kernel copies rows of a multiple of {_WIDTH} values and at "
@@ -36,7 +36,7 @@ def _why_not(x: Array, index: Array, **_) -> str | None:
   return device.why_not_hopper()
 
 
-def _row_bytes(x: Array) -> int:
+def _row_bytes(x) -> int:
   return x.shape[-1] * x.dtype.itemsize
 
 
