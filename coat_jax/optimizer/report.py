@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import tree_leaves_with_path
+from jax.tree_util import keystr, tree_leaves_with_path
 
 from coat_jax.codecs.factored import Factored
 from coat_jax.codecs.fp8 import ExpandedFP8
@@ -23,6 +23,7 @@ from coat_jax.optimizer.state import (
   LowBitsState,
   find_states,
   is_moment,
+  is_state,
   moments_in,
 )
 from coat_jax.optimizer.weights import StochasticRoundingState
@@ -152,8 +153,11 @@ def state_report(
   op = "state_report"
   found = find_states(op, opt_state)
   if len(found) > 1:
+    nodes = tree_leaves_with_path(opt_state, is_leaf=is_state)
+    places = [f"opt_state{keystr(path)}" for path, x in nodes if is_state(x)]
     raise ValueError(
-      f"{op}: opt_state must contain one coat state, got {len(found)}; pass one"
+      f"{op}: opt_state must contain one coat state, got {len(found)}; pass "
+      f"one of {', '.join(places)}"
     )
   (state,) = found
   if isinstance(state, EncodedState):

@@ -184,7 +184,8 @@ def test_state_report_refuses_other_references_and_two_states():
   other = optax.adam(1e-3).init({"w": jnp.ones(3)})[0]
   with pytest.raises(ValueError, match="must have a moment for each parameter"):
     state_report(state, reference=other)
-  with pytest.raises(ValueError, match="one coat state, got 2"):
+  found = r"got 2; pass one of opt_state\[0\]\[0\], opt_state\[1\]\[0\]"
+  with pytest.raises(ValueError, match=found):
     state_report((state, state))
 
 
