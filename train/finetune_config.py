@@ -114,7 +114,7 @@ class FinetuneConfig(TrainConfig):
   batch: Count = fixed(16)
   seq: Count = fixed(2048)
   eval_every: Count = silent(100)
-  eval_batches: Count = silent(64)
+  eval_batches: Count = 64
   save_every: Count = silent(500)
   samples: Annotated[int, Range(0, 64)] = silent(2)
   sample_tokens: Count = silent(128)

@@ -226,9 +226,9 @@ class Attention(RecipeModule):
 
     Raises:
       TypeError: x is not an array of numbers; `positions` or `segments` is not
-        an array of integers.
-      ValueError: shapes are inconsistent; a required `kind` is None, or an
-        `int` that is out of range.
+        an array of integers; a required `kind` is not an integer.
+      ValueError: shapes are inconsistent; `kind` is out of range (not checked
+        if it is a JAX array, whose value may be unknown).
     """
     rule, remedy = "an array [..., T, D]", "pass sequences of activations"
     ranks = range(2, 65)
@@ -239,11 +239,14 @@ class Attention(RecipeModule):
     # Don't use reshape(-1, ...), which fails for an empty batch.
     batch = math.prod(shape[:-2])
     x = self.cast(x, self.out.kernel).reshape(batch, *shape[-2:])
-    ints, remedy = "an integer array [T] or [..., T]", "pass one per token"
-    for name, each in (("positions", positions), ("segments", segments)):
+    for name, each, rule in (
+      ("positions", positions, "an integer array [T] or [..., T]"),
+      ("segments", segments, "an integer array [..., T]"),
+    ):
       if each is not None:
+        remedy = "pass one per token"
         check_array(
-          "Attention", name, each, ints, kind=jnp.integer, remedy=remedy
+          "Attention", name, each, rule, kind=jnp.integer, remedy=remedy
         )
     if positions is None:
       positions = jnp.arange(x.shape[1], dtype=jnp.int32)

@@ -37,7 +37,13 @@ from coat_jax.layers.rope import (
   split_own_heads,
 )
 from coat_jax.mesh import run_whole, spec_of
-from coat_jax.numerics.checks import POSITIVE, check_kind, check_number
+from coat_jax.numerics.checks import (
+  POSITIVE,
+  Range,
+  check_kind,
+  check_number,
+  check_whole,
+)
 from coat_jax.numerics.qtensor import QTensor
 from coat_jax.ops import AttentionResiduals
 from coat_jax.ops.rope import (
@@ -116,13 +122,10 @@ class SelfAttention(Middle):
     check_positions(op, inputs.positions, x)
     if not recipe.axes:
       self.heads.check_columns(op, weights.front.w.shape[-1])
-    kind, count = inputs.kind, self.num_kinds
-    is_outside = isinstance(kind, int) and not 0 <= kind < count
-    if count > 1 and (kind is None or is_outside):
-      raise ValueError(
-        f"{op}: kind must select one of {count} kinds of layers, got {kind}; "
-        f"pass an index below {count} as an int32 scalar"
-      )
+    if self.num_kinds > 1:
+      last = self.num_kinds - 1
+      remedy = f"pass the index of this layer's kind, from 0 to {last}"
+      check_whole(op, "kind", inputs.kind, Range(0, last), remedy)
 
   def plain(self, h, weights, inputs, recipe):
     clip = functools.partial(_clip, limit=self.clip)

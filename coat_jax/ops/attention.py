@@ -88,7 +88,11 @@ def attention_fwd(
   return AttentionResiduals(out, lse.reshape(q.shape[:3]))
 
 
-@op(cudnn="cudnn", mosaic="attention")
+def _check_bwd(dout, q, k, v, residuals, segments=None, *, kind) -> None:
+  check_attention(q, k, v, segments, kind=kind)
+
+
+@op(check=_check_bwd, cudnn="cudnn", mosaic="attention")
 def attention_bwd(
   dout: Array,
   q: Array,

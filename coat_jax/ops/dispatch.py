@@ -106,15 +106,7 @@ class Op[R]:
     self, *args: Any, implementation: str | None = None, **kwargs
   ) -> R:
     self.require_known(implementation)
-    for x in jax.tree.leaves(args):
-      if not hasattr(x, "dtype"):
-        remedy = "pass options by keyword"
-        refuse(TypeError, self.name, "arguments", "arrays", x, remedy)
-    if "layout" in kwargs:
-      layouts = get_args(Layout)
-      check_choice(self.name, "layout", kwargs["layout"], layouts)
-    if self.check is not None:
-      self.check(*args, **kwargs)
+    self.check_call(args, kwargs)
     # Inside shard_map, let all arguments vary over the same mesh axes.
     args, kwargs = varying((args, kwargs))
     if implementation is None:
@@ -125,6 +117,18 @@ class Op[R]:
     if reason is not None:
       raise Unsupported(f"{reason}; pass implementation=None for the default")
     return self.kernel(implementation)(*args, **kwargs)
+
+  def check_call(self, args, kwargs) -> None:
+    """Raises for arguments that no implementation supports."""
+    for x in jax.tree.leaves(args):
+      if not hasattr(x, "dtype"):
+        remedy = "pass options by keyword"
+        refuse(TypeError, self.name, "arguments", "arrays", x, remedy)
+    if "layout" in kwargs:
+      layouts = get_args(Layout)
+      check_choice(self.name, "layout", kwargs["layout"], layouts)
+    if self.check is not None:
+      self.check(*args, **kwargs)
 
   def _choose(self, args, kwargs) -> R:
     """Runs the first kernel that supports the call, else the definition."""
@@ -179,11 +183,10 @@ def explain(op: Op, *args: Any, **kwargs) -> str:
 
   Raises:
     TypeError: `op` is not an `Op`.
-    TypeError, ValueError: no implementation accepts the arguments.
+    TypeError, ValueError: the operation's checks refuse the arguments.
   """
   check_kind("explain", "op", op, Op, "pass one of coat_jax.ops")
-  if op.check is not None:
-    op.check(*args, **kwargs)
+  op.check_call(args, kwargs)
   chosen: dict[str, str] = {}
   reasons: list[str] = []
   for name in op.kernels:

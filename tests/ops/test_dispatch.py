@@ -216,11 +216,18 @@ def test_cudnn_refuses_unsupported_arguments():
   assert "cudnn on a GPU" in explain(s=48, causal=False)
 
 
-def test_explain_refuses_what_no_implementation_accepts():
+def test_explain_refuses_what_a_call_refuses():
   q, k, v = attention_arrays(n=4, k=3)
   kind = ops.AttentionKind()
   with pytest.raises(ValueError, match="N a multiple of K"):
     ops.explain(ops.attention_fwd, q, k, v, kind=kind)
+  residuals = ops.AttentionResiduals(q, jnp.zeros(q.shape[:3]))
+  with pytest.raises(ValueError, match="N a multiple of K"):
+    ops.explain(ops.attention_bwd, q, q, k, v, residuals, kind=kind)
+  with pytest.raises(TypeError, match="arguments must be arrays, got 1"):
+    ops.explain(ops.attention_fwd, 1, k, v, kind=kind)
+  with pytest.raises(ValueError, match="layout must be one of"):
+    ops.explain(ops.quantize_tensor, k, layout="diagonal")
 
 
 def test_cublas_refuses_dtypes_that_it_cannot_write():

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.train.data.streams import numbered
+from train.config import TrainConfig, resume_rule
+from train.finetune_config import FinetuneConfig
 from train.presets import demo
 from train.run.description import (
   check_same,
@@ -15,6 +17,7 @@ from train.run.description import (
   describe,
   is_described,
 )
+from train.vit_config import VitConfig
 
 TOKENS = numbered(1000)
 
@@ -45,6 +48,11 @@ def test_allowed_changes_are_reported():
     "steps: 200 -> 300",
     "eval_batches: 16 -> 1",
   ]
+
+
+def test_changed_evaluation_batches_are_reported_in_every_program():
+  for kind in (TrainConfig, FinetuneConfig, VitConfig):
+    assert resume_rule("eval_batches", kind) == "reported"
 
 
 @pytest.mark.parametrize(
