@@ -29,6 +29,7 @@ from coat_jax.numerics.checks import (
 from coat_jax.optimizer.masks import (
   QuantizeMask,
   default_quantize_mask,
+  leaf_path,
   leaf_paths,
 )
 
@@ -223,17 +224,23 @@ def check_gradients(
 def gradients_like(
   op: str, updates: optax.Updates, codes: Any, name: str = "gradients"
 ) -> list[Array]:
-  """Lists the gradients; raises if their shapes are not those of `codes`."""
-  grads = leaf_paths(updates)
+  """Lists the gradients; raises unless they have the leaves of `codes`."""
+  grads, wanted = leaf_paths(updates), leaf_paths(codes)
   check_gradients(op, grads, name)
-  shapes = [x.shape for x in jax.tree.leaves(codes)]
+  for (path, _), (wanted_path, _) in zip(grads, wanted, strict=False):
+    if path != wanted_path:
+      raise ValueError(
+        f"{op}: {name} must have the paths of the parameters given to init, "
+        f"got {path!r} for {wanted_path!r}; call init with parameters of these "
+        "names"
+      )
   wrong = [
-    f"{g.shape} for {shape} at {path!r}"
-    for (path, g), shape in zip(grads, shapes, strict=False)
-    if g.shape != shape
+    f"{g.shape} for {x.shape} at {path!r}"
+    for (path, g), (_, x) in zip(grads, wanted, strict=False)
+    if g.shape != x.shape
   ]
-  if len(grads) != len(shapes):
-    wrong = [f"{len(grads)} leaves for {len(shapes)}"]
+  if len(grads) != len(wanted):
+    wrong = [f"{len(grads)} leaves for {len(wanted)}"]
   if wrong:
     raise ValueError(
       f"{op}: {name} must have the shapes of the parameters given to init, got "
@@ -246,10 +253,18 @@ def promoted(op: str, updates: optax.Updates, params: optax.Params | None):
   """Casts gradients to the dtypes that their updates would have in optax."""
   if params is None:
     return updates
-  grads, treedef = jax.tree.flatten(updates, is_leaf=lambda x: x is None)
+  grads, treedef = jax.tree_util.tree_flatten_with_path(
+    updates, is_leaf=lambda x: x is None
+  )
   remedy = "pass the parameters of these gradients"
   leaves = flatten_like(op, "params", params, "the gradients", treedef, remedy)
-  return treedef.unflatten(
-    None if g is None else g.astype(jnp.result_type(g, p))
-    for g, p in zip(grads, leaves, strict=True)
-  )
+  out = []
+  for (keys, g), p in zip(grads, leaves, strict=True):
+    if g is not None and jnp.shape(g) != jnp.shape(p):
+      raise ValueError(
+        f"{op}: params must have the shapes of the gradients, got "
+        f"{jnp.shape(p)} for {jnp.shape(g)} at {leaf_path(keys)!r}; {remedy}"
+      )
+    cast = None if g is None else jnp.asarray(g, jnp.result_type(g, p))
+    out.append(cast)
+  return treedef.unflatten(out)

@@ -112,10 +112,8 @@ class Clipping:
     `stack` is the path of the stacked layers, as for `step_in_backward`, or a
     sequence of several paths.
     """
-    leaves, treedef = jax.tree.flatten(params)
-    own = treedef.unflatten(
-      jnp.zeros(leaf.shape[:1] if stacked else ())
-      for leaf, stacked in zip(leaves, is_stacked(params, stack), strict=True)
+    own = jax.tree.structure(params).unflatten(
+      jnp.zeros(shape) for shape in _own_shapes(params, stack)
     )
     return ClipState(jnp.int32(0), jnp.float32(0), own)
 
@@ -177,6 +175,33 @@ def is_stacked(params: Any, stack: str | Sequence[str]) -> list[bool]:
   return [path.startswith(below) for path, _ in leaf_paths(params)]
 
 
+def _own_shapes(
+  params: Any, stack: str | Sequence[str]
+) -> list[tuple[int, ...]]:
+  """Lists the shape of each leaf's numbers r in a `ClipState`."""
+  leaves = zip(jax.tree.leaves(params), is_stacked(params, stack), strict=True)
+  return [leaf.shape[:1] if stacked else () for leaf, stacked in leaves]
+
+
+def own_numbers(
+  state: ClipState, params: Any, stack: str | Sequence[str]
+) -> list[Array]:
+  """Lists each leaf's numbers r; raises if they are of other parameters."""
+  got = [(path, x.shape) for path, x in leaf_paths(state.own)]
+  paths = [path for path, _ in leaf_paths(params)]
+  wanted = list(zip(paths, _own_shapes(params, stack), strict=True))
+  if got != wanted:
+    wrong = [
+      f"{a} for {b}" for a, b in zip(got, wanted, strict=False) if a != b
+    ]
+    raise ValueError(
+      "step_in_backward: clip_state must be for these parameters and this "
+      f"stack, got {(wrong or [f'{len(got)} leaves for {len(wanted)}'])[0]}; "
+      f"start with clip.init(params, stack={stack!r})"
+    )
+  return jax.tree.leaves(state.own)
+
+
 def clip_gradients(
   clip: Clipping,
   state: ClipState,
@@ -190,7 +215,7 @@ def clip_gradients(
   before clipping.
   """
   leaves, treedef = jax.tree.flatten(grads)
-  owns = jax.tree.leaves(state.own)
+  owns = own_numbers(state, grads, stack)
   clipped, new, norms = [], [], []
   stacks = is_stacked(grads, stack)
   for g, own, stacked in zip(leaves, owns, stacks, strict=True):

@@ -26,6 +26,7 @@ from coat_jax.optimizer.state import (
   ScaleByCoatAdamState,
   ScaleByCoatLionState,
   ScaleByCoatMuonState,
+  check_values,
   find_states,
   is_moment,
   is_state,
@@ -62,7 +63,7 @@ def to_plain_state(
     The same tree with optax's states instead of ours.
 
   Raises:
-    TypeError: `ns_coeffs` are not numbers.
+    TypeError: `ns_coeffs` are not numbers; `opt_state` contains shapes.
     ValueError: `opt_state` contains no such state, or `ns_coeffs` are not three
       numbers.
 
@@ -77,8 +78,10 @@ def to_plain_state(
   op = "to_plain_state"
   arguments.check_coefficients(op, ns_coeffs)
   find_states(op, opt_state)
+  remedy = f"for its shapes, use jax.eval_shape({op}, opt_state)"
+  check_values(op, opt_state, remedy)
   return jax.tree.map(
-    lambda x: _decoded(x, ns_coeffs) if is_state(x) else x,
+    lambda x: _decoded(x, ns_coeffs) if is_state(x) else jnp.array(x),
     opt_state,
     is_leaf=is_state,
   )
@@ -164,6 +167,11 @@ def _encoded(op: str, like: MomentState, plain: Any, seed: ArrayLike) -> Any:
       f"{op}: opt_state must have a {theirs.__name__} where like has a "
       f"{type(like).__name__}, got {type(plain).__name__}; pass what "
       "to_plain_state returned, or the state of optax's optimizer of this kind"
+    )
+  if jnp.shape(plain.count):
+    raise ValueError(
+      f"{op}: count must be a scalar, got shape {jnp.shape(plain.count)}; if "
+      f"the state was made under jax.vmap, call {op} under jax.vmap too"
     )
   if isinstance(like, ScaleByCoatAdamState):
     # Our second moments of complex leaves have a real dtype.

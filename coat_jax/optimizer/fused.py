@@ -80,8 +80,9 @@ class FusedTransformation(NamedTuple):
     # optax looks up `update` only when a chain is updated. hasattr() still
     # returns False, because this raises an AttributeError.
     raise AttributeError(
-      "FusedTransformation: optax.chain needs an optimizer with update, got a "
-      "fused one, which returns new parameters; use coat_adamw or coat_lion"
+      "FusedTransformation: optax's and nnx's wrappers need an optimizer with "
+      "update, got a fused one, which returns new parameters; use coat_adamw "
+      "or coat_lion"
     )
 
 
@@ -275,7 +276,8 @@ def _fused(
     is_decayed = jax.tree.leaves(
       jax.tree.broadcast(True if mask is None else mask(params), params)
     )
-    weights, treedef = jax.tree.flatten(params)
+    treedef = jax.tree.structure(params)
+    weights = [weight for _, weight in leaf_paths(params)]
     if low is not None:
       weights = pair_weights(op, params, low)
     arguments.gradients_like(op, params, state.mu.codes, "params")

@@ -21,8 +21,9 @@ from coat_jax.optimizer.clipping import (
   ClipState,
   global_norm,
   is_stacked,
+  own_numbers,
 )
-from coat_jax.optimizer.leafwise import check_not_encoded
+from coat_jax.optimizer.leafwise import check_plain
 from coat_jax.optimizer.masks import leaf_paths
 
 
@@ -115,7 +116,7 @@ def step_in_backward(
   """
   op = "step_in_backward"
   if not hasattr(optimizer, "begin"):
-    check_not_encoded(op, state)
+    check_plain(op, state)
     raise TypeError(
       f"{op}: optimizer must step leaf by leaf, got "
       f"{a(type(optimizer))} without begin; pass fused_coat_adamw, "
@@ -162,7 +163,7 @@ def step_in_backward(
   last: Any = clip_state
   owns = [None] * len(steps.leaves)
   if clip is not None:
-    owns = jax.tree.leaves(last.own)
+    owns = own_numbers(last, params, stack)
   old = list(zip(steps.leaves, owns, strict=True))
   new: dict[int, Any] = {}
   norms: dict[int, Array] = {}

@@ -19,6 +19,7 @@ from coat_jax.optimizer.fused import LeafSteps
 from coat_jax.optimizer.masks import leaf_paths
 from coat_jax.optimizer.state import moments_in
 from coat_jax.optimizer.step import put_layer, take_layer
+from coat_jax.optimizer.weights import StochasticRoundingState
 
 # The owner of state that all leaves share, such as a step count.
 _SHARED = -1
@@ -49,9 +50,10 @@ def leafwise(tx: optax.GradientTransformation) -> LeafwiseTransformation:
     ValueError: (by `begin`) an update or state depends on other leaves, as with
       clipping by the global norm or `optax.contrib.dadapt_adamw`; a field of
       the state lacks the parameters' structure, as in `optax.masked`; `tx`
-      draws random numbers, as in `optax.noisy_sgd`; or `tx` encodes moments
-      (instead of `coat_adamw`, use `fused_coat_adamw`); (by `step_in_backward`)
-      the state of stacked layers has no axis of layers.
+      draws random numbers, as in `optax.noisy_sgd` and `stochastic_rounding`;
+      or `tx` encodes moments (instead of `coat_adamw`, use
+      `fused_coat_adamw`); (by `step_in_backward`) the state of stacked layers
+      has no axis of layers.
 
   Examples:
     >>> optimizer = leafwise(optax.adamw(3e-4))
@@ -60,7 +62,7 @@ def leafwise(tx: optax.GradientTransformation) -> LeafwiseTransformation:
   check_optimizer("leafwise", "tx", tx)
 
   def begin(params: Any, state: Any) -> LeafSteps:
-    check_not_encoded("leafwise", state)
+    check_plain("leafwise", state)
     leaves, treedef = jax.tree.flatten(params)
     kept, state_treedef = jax.tree.flatten(state)
     owners = _owners(tx, state, treedef.unflatten(range(len(leaves))))
@@ -118,8 +120,16 @@ def leafwise(tx: optax.GradientTransformation) -> LeafwiseTransformation:
   return LeafwiseTransformation(tx.init, begin)
 
 
-def check_not_encoded(op: str, state: Any) -> None:
-  """Raises a ValueError if `state` contains a `Moment`."""
+def check_plain(op: str, state: Any) -> None:
+  """Raises a ValueError if `state` belongs to a transformation of ours."""
+  kept = jax.tree.leaves(state, is_leaf=_is_rounding)
+  if any(map(_is_rounding, kept)):
+    raise ValueError(
+      f"{op}: the optimizer must not round stochastically, because all leaves "
+      "and layers would draw the same numbers, got stochastic_rounding; pass "
+      "fused_coat_adamw or fused_coat_lion (without leafwise), or keep the "
+      "weights in f32"
+    )
   if moments_in(state):
     raise ValueError(
       f"{op}: the optimizer must not encode its state, got an encoded moment "
@@ -127,6 +137,10 @@ def check_not_encoded(op: str, state: Any) -> None:
       "fused_coat_adamw or fused_coat_lion (without leafwise), or leafwise of "
       "an optimizer such as optax.adamw"
     )
+
+
+def _is_rounding(node: Any) -> bool:
+  return isinstance(node, StochasticRoundingState)
 
 
 def _owners(tx: Any, state: Any, indices: Any) -> list[int]:

@@ -26,6 +26,7 @@ from coat_jax.optimizer.matrices import (
   checked_matrices,
   orthogonalize,
 )
+from coat_jax.optimizer.shards import shardings_of
 from coat_jax.optimizer.state import (
   GroupCodecs,
   MomentOptions,
@@ -36,7 +37,6 @@ from coat_jax.optimizer.state import (
 from coat_jax.optimizer.step import (
   decode,
   encode,
-  shardings_of,
   transformation,
 )
 from coat_jax.optimizer.weights import in_f32

@@ -21,6 +21,7 @@ from coat_jax.optimizer.masks import is_encoded, leaf_path, leaf_paths
 from coat_jax.optimizer.state import (
   EncodedState,
   LowBitsState,
+  check_values,
   find_states,
   is_moment,
   is_state,
@@ -137,7 +138,8 @@ def state_report(
         with Euclidean norms over the leaf; |decoded| if the reference is 0.
 
   Raises:
-    TypeError: `reference` does not contain the moments of `opt_state`.
+    TypeError: `opt_state` contains shapes instead of arrays; `reference` does
+      not contain the moments of `opt_state`.
     ValueError: `opt_state` does not contain exactly one coat state, or the
       reference belongs to other parameters.
 
@@ -171,6 +173,7 @@ def state_report(
   exact = [None] * len(nodes)
   if reference is not None:
     exact = [want for _, want in pair_nodes(op, "reference", inner, reference)]
+  check_values(op, found, "pass the state of a run")
   out: dict[str, dict[str, Any]] = {}
   for (place, moment), wanted in zip(nodes, exact, strict=True):
     if not is_moment(moment):

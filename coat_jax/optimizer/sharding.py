@@ -19,7 +19,8 @@ from coat_jax.codecs.group import GroupCodec
 from coat_jax.numerics.checks import check_function, refuse
 from coat_jax.optimizer import arguments, boxes
 from coat_jax.optimizer.masks import QuantizeMask, in_order, leaf_paths
-from coat_jax.optimizer.state import moments_in, splits_groups
+from coat_jax.optimizer.shards import check_spec, splits_groups
+from coat_jax.optimizer.state import moments_in
 
 _SMALLEST_GROUP = 16
 
@@ -212,17 +213,8 @@ def _placed(
         f"{op}: shardings must be on one mesh, got {sharding.mesh} at {path!r} "
         f"and {where[0].mesh} at {leaves[0][0]!r}; use one mesh for all"
       )
-    try:
-      sharding.shard_shape(leaf.shape)
-      struct = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-    except (ValueError, IndexError) as error:  # IndexError: a spec is too long.
-      raise ValueError(
-        f"{op}: a spec must have at most one entry per axis and split each "
-        f"axis evenly, got {sharding.spec} for shape {leaf.shape} at {path!r}, "
-        f"mesh {dict(sharding.mesh.shape)}; shorten the spec, shard other "
-        "axes, or pad the axis"
-      ) from error
-    out.append(struct)
+    check_spec(op, path, leaf.shape, sharding)
+    out.append(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding))
   return jax.tree.structure(params).unflatten(out), where[0].mesh
 
 

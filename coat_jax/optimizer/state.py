@@ -9,19 +9,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Sharding
 from jax.typing import ArrayLike
 
 from coat_jax.codecs import Encoded, MomentCodec
 from coat_jax.codecs.factored import (
-  TILE_COLUMNS,
   Factored,
-  row_axis,
-  row_tiles,
   shape_of,
 )
 from coat_jax.codecs.group import GroupCodec
-from coat_jax.numerics.checks import a
+from coat_jax.numerics.checks import a, refuse
 from coat_jax.optimizer import arguments, boxes
 from coat_jax.optimizer.masks import is_encoded, plain_codec
 from coat_jax.optimizer.zeros import encode_zeros
@@ -139,25 +135,6 @@ def zero_moment(
     codec,
     structure,
   )
-
-
-def splits_groups(
-  sharding: Sharding, shape: tuple[int, ...], codec: GroupCodec
-) -> bool:
-  """Returns whether devices would split a group or a tile of a moment."""
-  if not shape:
-    return False
-  if isinstance(codec, Factored):
-    local = sharding.shard_shape(shape)
-    row = row_axis(shape)
-    if row is None:
-      return False
-    height = shape[row] // row_tiles(shape[row])
-    sizes = {row: height, len(shape) - 1: TILE_COLUMNS}
-    return any(local[i] < shape[i] and local[i] % n for i, n in sizes.items())
-  columns = sharding.shard_shape(shape)[-1]
-  size = getattr(codec, "group_size", 1)
-  return columns < shape[-1] and columns % size != 0
 
 
 def is_moment(node: Any) -> bool:
@@ -331,6 +308,13 @@ def find_states(op: str, opt_state: Any, remedy: str = "") -> list[Any]:
       f"{' or '.join(_MAKERS.values())} returned{remedy}"
     )
   return found
+
+
+def check_values(op: str, opt_state: Any, remedy: str) -> None:
+  """Raises a TypeError if a state contains shapes instead of arrays."""
+  for x in jax.tree.leaves(opt_state):
+    if isinstance(x, jax.ShapeDtypeStruct):
+      refuse(TypeError, op, "opt_state", "a state of arrays", x, remedy)
 
 
 def is_state(node: Any) -> bool:

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array, P, lax
-from jax.sharding import NamedSharding
 from jax.typing import ArrayLike
 
 from coat_jax import mesh
@@ -24,14 +23,16 @@ from coat_jax.codecs.group import Encoded, GroupCodec
 from coat_jax.numerics import stochastic
 from coat_jax.numerics.stochastic import LeafPart
 from coat_jax.optimizer import arguments, passes, weights
-from coat_jax.optimizer.masks import leaf_paths
+from coat_jax.optimizer.shards import (
+  check_mesh,
+  shardings_of,
+  splits_groups,
+)
 from coat_jax.optimizer.state import (
   GroupCodecs,
-  Moment,
   MomentOptions,
   Stored,
   check_state,
-  splits_groups,
   stored_leaves,
 )
 from coat_jax.optimizer.weights import Weight, in_f32
@@ -271,7 +272,7 @@ class Leaves:
     self.stored = [stored for stored, _ in leaves]
     self._codecs = [groups for _, groups in leaves]
     self._shardings = shardings_of(options, state.mu)
-    self._seed, self._state = options.seed, state
+    self._op, self._seed, self._state = options.op, options.seed, state
 
   def step(
     self,
@@ -301,6 +302,8 @@ class Leaves:
       )
     spec = P() if sharding is None else sharding.spec
     where = None if sharding is None else sharding.mesh
+    if where is not None:
+      check_mesh(self._op, (arrays, stored), where)
     if sharding is None or any(
       splits_groups(sharding, whole, group) for group in groups
     ):
@@ -371,30 +374,3 @@ def transformation(
     return new_updates, leaves.end([stored for _, stored in new])
 
   return optax.GradientTransformation(options.init, update_fn)
-
-
-def shardings_of(
-  options: MomentOptions, moment: Moment
-) -> list[NamedSharding | None]:
-  """Lists each leaf's sharding, or None if it is unknown.
-
-  Without `options.shardings`, only shardings on explicit axes are known: the
-  types of the moment's codes contain them.
-  """
-  codes = leaf_paths(moment.codes)
-  if options.shardings is None:
-    types = [jax.typeof(x).sharding for _, x in codes]
-    return [t if t.mesh.explicit_axes else None for t in types]
-  known = dict(leaf_paths(options.shardings))
-  for where in known.values():
-    if not isinstance(where, NamedSharding):
-      raise TypeError(
-        f"{options.op}: shardings must be NamedShardings, got {where!r}; pass "
-        "jax.tree.map(lambda x: x.sharding, params)"
-      )
-  if missing := [path for path, _ in codes if path not in known]:
-    raise ValueError(
-      f"{options.op}: there must be a sharding for each parameter, got none "
-      f"for {missing[0]!r}; pass a tree like the parameters"
-    )
-  return [known[path] for path, _ in codes]

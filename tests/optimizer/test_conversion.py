@@ -144,6 +144,17 @@ def test_conversion_and_back_keeps_codes_of_groups_with_the_same_statistics(
     assert np.linalg.norm(y - x) < 0.03 * np.linalg.norm(x)
 
 
+def test_plain_state_shares_no_buffer_with_the_state():
+  # The schedule's count is not part of our states.
+  optimizer = coat_adamw(optax.constant_schedule(1e-3))
+  params = {"w": jnp.ones((64, 64))}
+  state = jax.jit(optimizer.init)(params)
+  plain = to_plain_state(state)
+  jax.jit(optimizer.update, donate_argnums=1)(params, state, params)
+  assert any(x.is_deleted() for x in jax.tree.leaves(state))
+  assert not any(x.is_deleted() for x in jax.tree.leaves(plain))
+
+
 def test_conversions_refuse_unknown_states():
   params = {"w": jnp.ones((64, 64))}
   state = coat_adamw(1e-3).init(params)
@@ -151,6 +162,9 @@ def test_conversions_refuse_unknown_states():
     to_plain_state(optax.adam(1e-3).init(params))
   with pytest.raises(ValueError, match="must have a ScaleByAdamState"):
     from_plain_state(state, state)
+  stacked = jax.vmap(coat_adamw(1e-3).init)({"w": jnp.ones((2, 64, 64))})
+  with pytest.raises(ValueError, match="under jax.vmap too"):
+    from_plain_state(to_plain_state(stacked), stacked)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,12 @@ import optax
 import pytest
 
 from coat_jax import coat_adamw
-from coat_jax.optimizer import Clipping, leafwise, step_in_backward
+from coat_jax.optimizer import (
+  Clipping,
+  leafwise,
+  step_in_backward,
+  stochastic_rounding,
+)
 from tests.optimizer.small_stack import LAYERS, after, initial, layer, loss_fn
 
 
@@ -52,6 +57,10 @@ def step(optimizer, params, layer=layer, after=after, **options):
         optax.adam(1e-2), lambda p: jax.tree.map(lambda x: x.ndim > 1, p)
       ),
       "must have the structure of the parameters, got another structure",
+    ),
+    (
+      optax.chain(optax.adam(1e-2), stochastic_rounding()),
+      "must not round stochastically, .*got stochastic_rounding",
     ),
     (coat_adamw(1e-2), "as in coat_adamw.* fused_coat_adamw"),
   ],

@@ -194,3 +194,11 @@ def test_wrong_and_missing_shardings_are_refused():
   with pytest.raises(ValueError, match="got none for 'v'"):
     optimizer = fused_coat_adamw(**OPTIONS, shardings={"w": where})
     optimizer.apply(params, optimizer.init(params), params)
+  # XLA would abort the process.
+  where = dict.fromkeys(params, where)
+  old = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+  on_old = dict.fromkeys(params, NamedSharding(old, jax.P("x")))
+  optimizer = coat_adamw(1e-3, shardings=on_old)
+  placed = jax.device_put(params, where)
+  with pytest.raises(ValueError, match="got mesh {'x': 2.* on mesh {'x': 4"):
+    jax.jit(optimizer.update)(placed, optimizer.init(placed), placed)
