@@ -37,6 +37,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax import Array, P, lax
+from jax.lax import with_sharding_constraint
 from jax.sharding import AbstractMesh, AxisType, Mesh, reshard
 
 from coat_jax.numerics.varying import varying
@@ -93,8 +94,17 @@ def run_whole(
   if not current.explicit_axes:
     return f(*args)
 
+  # Without these constraints, XLA's partitioner can compute wrong gradients on
+  # meshes with three axes. On automatic axes, None would mean "not split".
+  is_known = not current.auto_axes
+
+  def pinned(x, spec):
+    if spec is None or not is_known:
+      return x
+    return with_sharding_constraint(x, fitted(spec, x.shape))
+
   def untyped(x):
-    return reshard(x, P()) if isinstance(x, Array) else x
+    return pinned(reshard(x, P()), spec_of(x)) if isinstance(x, Array) else x
 
   def typed(x, spec):
     return x if spec is None else reshard(x, fitted(spec, x.shape))
@@ -102,7 +112,8 @@ def run_whole(
   auto = dict.fromkeys(current.explicit_axes, AxisType.Auto)
   with jax.sharding.use_abstract_mesh(current.update_axis_types(auto)):
     out = f(*jax.tree.map(untyped, args))
-  specs = jax.tree.broadcast(out_specs, out, is_leaf=lambda x: x is None)
+    specs = jax.tree.broadcast(out_specs, out, is_leaf=lambda x: x is None)
+    out = jax.tree.map(pinned, out, specs)
   return jax.tree.map(typed, out, specs)
 
 

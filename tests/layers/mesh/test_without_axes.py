@@ -171,6 +171,13 @@ MESHES = {
   "tensor": Mesh({"tensor": 4}, tensor="tensor"),
   "data x fsdp": Mesh({"data": 2, "fsdp": 4}, ("data", "fsdp"), rows="fsdp"),
   "data x tensor": Mesh({"data": 2, "tensor": 4}, ("data",), tensor="tensor"),
+  # XLA's partitioner would compute wrong gradients without `run_whole`'s specs.
+  "data x fsdp x tensor": Mesh(
+    {"data": 2, "fsdp": 2, "tensor": 2},
+    ("data", "fsdp"),
+    rows="fsdp",
+    tensor="tensor",
+  ),
 }
 
 
