@@ -280,7 +280,8 @@ def _ask(
   seconds = time.monotonic() - started
   say(
     f"{source.name}: {len(found.answers)} answers in {seconds:.1f} s; "
-    f"{found.left_out} questions left out because they were too long"
+    f"{found.left_out} questions left out because no answer of "
+    f"{config.max_tokens} tokens fits after them"
   )
   row = dict(model=source.name, family=source.family, compute=source.compute)
   return found, row | report.answer_row(found, seconds)

@@ -50,7 +50,7 @@ from coat_jax.layers.product import (
 )
 from coat_jax.layers.rule import rule
 from coat_jax.mesh import run_whole, spec_of, tokens
-from coat_jax.numerics.checks import check_kind
+from coat_jax.numerics.checks import check_flags, check_kind
 from coat_jax.ops import BlockScales
 from coat_jax.recipes import CoatRecipe
 
@@ -226,6 +226,7 @@ def block(
   check_kind("block", "weights", weights, BlockWeights, remedy)
   remedy = "pass one, as in Elementwise()"
   check_kind("block", "middle", middle, Middle, remedy)
+  check_flags("block", add_input=add_input)
   middle.check(x, weights, inputs, recipe)
   w = weights.back.w
   # With mesh axes, the caller may run this in shard_map, where w is a shard.

@@ -17,6 +17,7 @@ from coat_jax.layers.module import RecipeModule, Sharding, reshard
 from coat_jax.layers.norm import Norm, make_norm, norm_options
 from coat_jax.layers.parameters import NO_METADATA, Metadata, stack_options
 from coat_jax.layers.product import LinearWeights
+from coat_jax.numerics.checks import check_flags
 from coat_jax.recipes import CoatRecipe
 
 
@@ -148,6 +149,7 @@ class Parts(types.SimpleNamespace):
         raise TypeError(
           f"{op}.__init__() got an unexpected keyword argument {name!r}"
         )
+    check_flags(op, add_input=options.get("add_input", True))
     return cls(**{**_DEFAULTS, **options}, rngs=rngs)
 
   def _named(self, names: Mapping[str, str]) -> dict[str, Any]:

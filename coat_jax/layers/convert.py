@@ -242,8 +242,9 @@ class _Converter:
     else:
       self._explain(name, module)
     holds_linear = any(isinstance(x, Linear) for x in parts_of(module).values())
-    is_container = isinstance(module, nnx.List | nnx.Dict)
-    if holds_linear and not is_container:
+    # Blocks of ours, and containers, are no classes to name in `blocks`.
+    ours = RecipeModule | FusedBlock | nnx.List | nnx.Dict
+    if holds_linear and not isinstance(module, ours):
       if kind.__name__ not in self.matmuls_only:
         self.matmuls_only.append(kind.__name__)
     return module

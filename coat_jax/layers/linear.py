@@ -25,7 +25,7 @@ from coat_jax.layers.parameters import NO_METADATA, Metadata, make_param
 from coat_jax.layers.product import LinearWeights, add_bias, cache_weight
 from coat_jax.layers.residuals import residual_scope
 from coat_jax.mesh import Split, product_spec, run_whole, split_kernel
-from coat_jax.numerics.checks import check_choice, check_kind
+from coat_jax.numerics.checks import check_choice, check_flags, check_kind
 from coat_jax.ops import Operand
 from coat_jax.recipes import CoatRecipe
 
@@ -207,6 +207,7 @@ class Linear(RecipeModule):
     self.in_features, self.out_features = in_features, out_features
     self.use_bias, self.param_dtype = use_bias, param_dtype
     self.split: Split = split
+    check_flags("Linear", use_bias=use_bias)
     check_choice("Linear", "split", split, _SPLITS)
     rows = sizes_of("Linear", "in_features", in_features)
     columns = sizes_of("Linear", "out_features", out_features)

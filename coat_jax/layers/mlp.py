@@ -31,6 +31,7 @@ from coat_jax.layers.operands import (
   value_scaling,
 )
 from coat_jax.layers.residuals import save_residual
+from coat_jax.numerics.checks import check_flags
 from coat_jax.numerics.qtensor import QTensor
 from coat_jax.ops import Operand
 from coat_jax.ops.activation import check_activation
@@ -65,6 +66,7 @@ class Elementwise(Middle):
 
   def __post_init__(self):
     check_activation(self.activation)
+    check_flags("MLP", gated=self.gated)
 
   def check(self, x, weights, inputs, recipe):
     if not self.gated:

@@ -143,6 +143,8 @@ def reshard(y: Array, out_sharding: Sharding) -> Array:
   """Shards y as `out_sharding` specifies; None leaves y unchanged."""
   if out_sharding is None:
     return y
+  kinds, remedy = (PartitionSpec, NamedSharding), "pass one, or leave it out"
+  check_kind("layers", "out_sharding", out_sharding, kinds, remedy)
   mesh = jax.sharding.get_abstract_mesh()
   if isinstance(out_sharding, NamedSharding):
     mesh = out_sharding.mesh

@@ -60,7 +60,12 @@ from coat_jax.mesh import (
   sum_tokens,
   token_shards,
 )
-from coat_jax.numerics.checks import Range, check_kind, check_whole
+from coat_jax.numerics.checks import (
+  Range,
+  check_flags,
+  check_kind,
+  check_whole,
+)
 from coat_jax.ops import Operand
 from coat_jax.recipes import CoatRecipe
 
@@ -107,6 +112,7 @@ def moe(
       unknown or `eps` is negative.
   """
   _check(x, weights, experts_per_token, recipe)
+  check_flags("moe", normalize=normalize, add_input=add_input)
   static = MoEKind(kind, eps, experts_per_token, normalize, add_input)
   if recipe.nonlinear == "fp8":
     return experts_rule((x, weights), static, recipe)
@@ -302,6 +308,7 @@ class MoE(RecipeModule):
       experts_per_token=experts_per_token,
     )
     _check_experts("MoE", experts_per_token, num_experts)
+    check_flags("MoE", normalize=normalize, add_input=add_input)
     self.num_experts, self.experts_per_token = num_experts, experts_per_token
     self.normalize, self.add_input = normalize, add_input
     self.norm = parts.make_norm(parts.norm, features)

@@ -26,7 +26,12 @@ from coat_jax.layers.parameters import NO_METADATA, Metadata, make_param
 from coat_jax.layers.residuals import cotangent, residual_scope, save_residual
 from coat_jax.layers.rule import rule
 from coat_jax.mesh import run_whole, spec_of, sum_tokens, tokens
-from coat_jax.numerics.checks import NOT_NEGATIVE, check_choice, check_number
+from coat_jax.numerics.checks import (
+  NOT_NEGATIVE,
+  check_choice,
+  check_flags,
+  check_number,
+)
 from coat_jax.numerics.qtensor import QTensor
 from coat_jax.recipes import CoatRecipe
 
@@ -205,6 +210,12 @@ class Norm(RecipeModule):
     check_number(op, "epsilon", epsilon, NOT_NEGATIVE, "1e-6 is usual")
     self.num_features, self.epsilon = num_features, epsilon
     use_bias = self.kind == "layer" if use_bias is None else use_bias
+    check_flags(
+      op,
+      use_scale=use_scale,
+      use_bias=use_bias,
+      scale_plus_one=scale_plus_one,
+    )
     if scale_plus_one and not use_scale:
       raise ValueError(
         f"{op}: scale_plus_one must come with a scale, got "

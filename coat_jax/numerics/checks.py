@@ -89,6 +89,13 @@ def check_kind(
   refuse(TypeError, op, name, rule, value, remedy)
 
 
+def check_flags(op: str, **flags: Any) -> None:
+  """Raises a TypeError unless all values are True or False."""
+  for name, value in flags.items():
+    if not isinstance(value, bool):
+      refuse(TypeError, op, name, "True or False", value, "pass one of these")
+
+
 def check_function(op: str, name: str, value: Any, remedy: str) -> None:
   """Raises a TypeError unless a value is callable."""
   if not callable(value):

@@ -6,7 +6,13 @@ from typing import Literal, NamedTuple
 
 from jax import Array
 
-from coat_jax.numerics.checks import COUNT, POSITIVE, check_number, check_whole
+from coat_jax.numerics.checks import (
+  COUNT,
+  POSITIVE,
+  check_flags,
+  check_number,
+  check_whole,
+)
 
 # Implementations of the optimizers' steps.
 StepImplementation = Literal["xla", "mosaic", "mosaic_tpu"]
@@ -53,6 +59,7 @@ class AttentionKind:
 
   def __post_init__(self):
     op = "attention"
+    check_flags(op, causal=self.causal)
     if self.window is not None:
       remedy = "a window includes the query's own key; pass None for no window"
       check_whole(op, "window", self.window, COUNT, remedy)

@@ -169,7 +169,7 @@ def check(path: Path, original: Path) -> str:
   try:
     found, damaged = checkpoint.newest_whole_step(path)
   except ValueError as error:
-    if str(error).startswith("resume: all checkpoints in"):
+    if str(error).startswith("checkpoints: all in"):
       return "no checkpoint is whole"
     raise
   whole = str(found)

@@ -262,6 +262,8 @@ def test_report_counts_replaced_modules():
   assert set(report.matmuls_only) == {"Attention", "FeedForward", "Head"}
   assert "matmuls only: " in str(report)
   assert str(convert(nnx.Dict())[1]) == "replaced: nothing"
+  ours = nnx.List([layers.MLP(D, 2 * D, rngs=nnx.Rngs(0))])
+  assert str(convert(ours)[1]) == "replaced: nothing"
 
 
 BF16 = dict(dtype=jnp.bfloat16)

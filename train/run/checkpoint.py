@@ -195,8 +195,8 @@ def newest_whole_step(path: Path) -> tuple[int, list[str]]:
   found = processes.gather(found)[0]
   if found < 0:
     raise ValueError(
-      f"resume: all checkpoints in {path} are damaged: {'; '.join(damaged)}; "
-      "restore one from a copy, or pass --overwrite to start again"
+      f"checkpoints: all in {path} are damaged: {'; '.join(damaged)}; restore "
+      "one from a copy, or train again (train.pretrain --overwrite)"
     )
   return found, damaged
 
