@@ -94,17 +94,8 @@ def run_whole(
   if not current.explicit_axes:
     return f(*args)
 
-  # Without these constraints, XLA's partitioner can compute wrong gradients on
-  # meshes with three axes. On automatic axes, None would mean "not split".
-  is_known = not current.auto_axes
-
-  def pinned(x, spec):
-    if spec is None or not is_known:
-      return x
-    return with_sharding_constraint(x, fitted(spec, x.shape))
-
   def untyped(x):
-    return pinned(reshard(x, P()), spec_of(x)) if isinstance(x, Array) else x
+    return reshard(x, P()) if isinstance(x, Array) else x
 
   def typed(x, spec):
     return x if spec is None else reshard(x, fitted(spec, x.shape))
@@ -112,9 +103,16 @@ def run_whole(
   auto = dict.fromkeys(current.explicit_axes, AxisType.Auto)
   with jax.sharding.use_abstract_mesh(current.update_axis_types(auto)):
     out = f(*jax.tree.map(untyped, args))
-    specs = jax.tree.broadcast(out_specs, out, is_leaf=lambda x: x is None)
-    out = jax.tree.map(pinned, out, specs)
+  specs = jax.tree.broadcast(out_specs, out, is_leaf=lambda x: x is None)
   return jax.tree.map(typed, out, specs)
+
+
+def whole_rows(x: Array) -> Array:
+  """Keeps XLA from splitting the last axis of x, where XLA partitions."""
+  if not jax.sharding.get_abstract_mesh().auto_axes:
+    return x
+  spec = P(*(P.UNCONSTRAINED,) * (x.ndim - 1), None)
+  return with_sharding_constraint(x, spec)
 
 
 def is_split() -> bool:
