@@ -107,7 +107,7 @@ def run_whole(
   return jax.tree.map(typed, out, specs)
 
 
-def whole_rows(x: Array) -> Array:
+def unsplit_rows(x: Array) -> Array:
   """Keeps XLA from splitting the last axis of x, where XLA partitions."""
   if not jax.sharding.get_abstract_mesh().auto_axes:
     return x

@@ -60,12 +60,7 @@ from coat_jax.mesh import (
   sum_tokens,
   token_shards,
 )
-from coat_jax.numerics.checks import (
-  Range,
-  check_flags,
-  check_kind,
-  check_whole,
-)
+from coat_jax.numerics.checks import Range, check_flags, check_kind, check_whole
 from coat_jax.ops import Operand
 from coat_jax.recipes import CoatRecipe
 

@@ -25,7 +25,7 @@ from coat_jax.layers.operands import in_groups
 from coat_jax.layers.parameters import NO_METADATA, Metadata, make_param
 from coat_jax.layers.residuals import cotangent, residual_scope, save_residual
 from coat_jax.layers.rule import rule
-from coat_jax.mesh import run_whole, spec_of, sum_tokens, tokens, whole_rows
+from coat_jax.mesh import run_whole, spec_of, sum_tokens, tokens, unsplit_rows
 from coat_jax.numerics.checks import (
   NOT_NEGATIVE,
   check_choice,
@@ -90,7 +90,7 @@ def norm_gradients(
   # A norm needs whole rows. If XLA split them, it would compute wrong gradients
   # on a mesh of data x fsdp x tensor.
   dx, dgamma, dbeta = ops.norm_bwd(
-    whole_rows(dy),
+    unsplit_rows(dy),
     saved.x,
     gamma,
     saved.stats,

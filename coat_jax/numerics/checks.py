@@ -92,8 +92,7 @@ def check_kind(
 def check_flags(op: str, **flags: Any) -> None:
   """Raises a TypeError unless all values are True or False."""
   for name, value in flags.items():
-    if not isinstance(value, bool):
-      refuse(TypeError, op, name, "True or False", value, "pass one of these")
+    check_kind(op, name, value, bool, "pass True or False")
 
 
 def check_function(op: str, name: str, value: Any, remedy: str) -> None:

@@ -34,11 +34,7 @@ from coat_jax.optimizer.state import (
   ScaleByCoatMuonState,
   Stored,
 )
-from coat_jax.optimizer.step import (
-  decode,
-  encode,
-  transformation,
-)
+from coat_jax.optimizer.step import decode, encode, transformation
 from coat_jax.optimizer.weights import in_f32
 
 # Muon and AdamW both number leaves from 0. With the same seed, they would use

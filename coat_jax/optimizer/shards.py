@@ -6,12 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, Sharding
 
-from coat_jax.codecs.factored import (
-  TILE_COLUMNS,
-  Factored,
-  row_axis,
-  row_tiles,
-)
+from coat_jax.codecs.factored import TILE_COLUMNS, Factored, row_axis, row_tiles
 from coat_jax.codecs.group import GroupCodec
 from coat_jax.optimizer.masks import leaf_paths
 from coat_jax.optimizer.state import Moment, MomentOptions

@@ -12,10 +12,7 @@ import optax
 from jax.typing import ArrayLike
 
 from coat_jax.codecs import Encoded, MomentCodec
-from coat_jax.codecs.factored import (
-  Factored,
-  shape_of,
-)
+from coat_jax.codecs.factored import Factored, shape_of
 from coat_jax.codecs.group import GroupCodec
 from coat_jax.numerics.checks import a, refuse
 from coat_jax.optimizer import arguments, boxes

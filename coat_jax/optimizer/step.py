@@ -23,11 +23,7 @@ from coat_jax.codecs.group import Encoded, GroupCodec
 from coat_jax.numerics import stochastic
 from coat_jax.numerics.stochastic import LeafPart
 from coat_jax.optimizer import arguments, passes, weights
-from coat_jax.optimizer.shards import (
-  check_mesh,
-  shardings_of,
-  splits_groups,
-)
+from coat_jax.optimizer.shards import check_mesh, shardings_of, splits_groups
 from coat_jax.optimizer.state import (
   GroupCodecs,
   MomentOptions,

@@ -171,7 +171,7 @@ MESHES = {
   "tensor": Mesh({"tensor": 4}, tensor="tensor"),
   "data x fsdp": Mesh({"data": 2, "fsdp": 4}, ("data", "fsdp"), rows="fsdp"),
   "data x tensor": Mesh({"data": 2, "tensor": 4}, ("data",), tensor="tensor"),
-  # XLA's partitioner would compute wrong gradients without `whole_rows`.
+  # XLA's partitioner would compute wrong gradients without `unsplit_rows`.
   "data x fsdp x tensor": Mesh(
     {"data": 2, "fsdp": 2, "tensor": 2},
     ("data", "fsdp"),
